@@ -1,4 +1,4 @@
-"""The typed form of a config: names, types, choices and a sentence for every key. No defaults: YAML is the only source."""
+"""The typed form of a config: name, type, choices and a sentence for every key. No defaults: YAML is the only source."""
 
 from __future__ import annotations
 
