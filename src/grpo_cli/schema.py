@@ -1,4 +1,4 @@
-"""The typed form of a config: name, type, choices and a sentence for every key. No defaults: YAML is the only source."""
+"""The typed form of a config: name, type, choices and a sentence for each key. No defaults: YAML is the only source."""
 
 from __future__ import annotations
 
@@ -237,9 +237,7 @@ class Filter(Section):
 
 
 class Advantage(Section):
-    name: Literal[
-        "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gdpo", "opo", "passk", "maxrl"
-    ]
+    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gdpo", "opo", "passk", "maxrl"]
     normalize: Literal["group", "batch", "none"]
     """Deviation that the centred reward is divided by (grpo)."""
     leave_one_out: bool
