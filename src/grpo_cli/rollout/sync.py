@@ -1,0 +1,143 @@
+"""The sync check: after each weight sync, engine and trainer must give a few fixed tokens the same logprobs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from grpo_cli.errors import GuardStop
+
+if TYPE_CHECKING:
+    import torch
+
+    from grpo_cli.ranks import Ranks
+
+Score = Callable[[list[int], list[int]], list[float]]
+"""(prompt_ids, completion_ids) -> the engine's logprob of each completion token, temperature and all, in fp32."""
+
+WeightGap = Callable[[str, "torch.Tensor"], "float | None"]
+"""(HF name, the trainer's tensor) -> `relative_gap` to the tensor that the engine *computes with* (a packed copy
+counts, not the parameter it was made from); None where the engine has no such tensor to show."""
+
+_PROMPT_TOKENS = 8
+_COMPLETION_TOKENS = 16
+_TEXT = "The sum of twelve and thirty is forty-two, and the check of it is short: 12 + 30 = 42. That is all there is."
+
+
+def check_sync(
+    policy: Any, ranks: Ranks, score: Score | None, weight_gap: WeightGap | None, tolerance: float
+) -> dict[str, float]:
+    """Compare the engine's logprobs of the fixed tokens with the trainer's; every rank calls it.
+
+    `score` is None on a rank that has no engine, `weight_gap` on one that cannot read the engine's weights. The largest
+    gap over all ranks decides, so all of them return or all of them raise.
+
+    Returns `{"sync/logprob_gap_max": nats}`. Raises GuardStop beyond `tolerance` (a gap that is not a number is beyond
+    it), naming the families of tensors that differ.
+    """
+    prompt_ids, completion_ids = probe_tokens(policy.tokenizer)
+    trainer = policy.score(prompt_ids, completion_ids)
+    engine = trainer if score is None else score(prompt_ids, completion_ids)
+    gap = largest(ranks.gather(logprob_gap(engine, trainer)))
+    if gap <= tolerance:
+        return {"sync/logprob_gap_max": gap}
+    found = ranks.gather(_differing_families(policy, weight_gap))
+    raise GuardStop(_explain(gap, tolerance, _merged(found), any(found_here is not None for found_here in found)))
+
+
+def probe_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The fixed tokens, (prompt_ids, completion_ids): the beginning of a sentence, repeated where it is short."""
+    token_ids = tokenizer.encode(_TEXT, add_special_tokens=False)
+    assert token_ids, "a tokenizer that gives no token for an English sentence"
+    needed = _PROMPT_TOKENS + _COMPLETION_TOKENS
+    token_ids = (token_ids * needed)[:needed]
+    return token_ids[:_PROMPT_TOKENS], token_ids[_PROMPT_TOKENS:]
+
+
+def logprob_gap(engine: list[float], trainer: list[float]) -> float:
+    """Largest absolute difference in nats; NaN where one of them is not finite or a token is missing."""
+    if len(engine) != len(trainer):
+        return float("nan")
+    return largest([abs(one - other) for one, other in zip(engine, trainer, strict=True)])
+
+
+def largest(values: list[float]) -> float:
+    """The maximum, where one NaN makes it NaN (`max` would depend on the order)."""
+    return next((value for value in values if value != value), max(values, default=0.0))
+
+
+def relative_gap(trainer: torch.Tensor, engine: torch.Tensor) -> float:
+    """max|trainer - engine| / max|engine|, both in the engine's dtype: 0 when the engine holds what it was sent.
+
+    1.0 where the shapes differ.
+    """
+    if trainer.shape != engine.shape:
+        return 1.0
+    expected = trainer.detach().to(device=engine.device, dtype=engine.dtype).float()
+    difference = (expected - engine.detach().float()).abs().max().item()
+    return difference / max(engine.detach().abs().max().item(), 1e-12)
+
+
+def family(name: str) -> str:
+    """A tensor's name without its layer number.
+
+    >>> family("model.layers.12.self_attn.q_proj.weight")
+    'model.layers.*.self_attn.q_proj.weight'
+    """
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def named_weights(policy: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight by HF name, layer by layer on all ranks; a tied one (the output head) also by its second name."""
+    second_names: dict[str, list[str]] = {}
+    for copy, source in tied_weights(policy.module).items():
+        second_names.setdefault(source, []).append(copy)
+    for name, tensor in policy.gathered_parameters():
+        yield name, tensor
+        for copy in second_names.get(name, ()):
+            yield copy, tensor
+
+
+def tied_weights(module: Any) -> dict[str, str]:
+    """Second name -> first name of the weights that the model's config ties, such as the output head's."""
+    tied = getattr(module, "_tied_weights_keys", None)
+    if not isinstance(tied, dict) or not getattr(module.config, "tie_word_embeddings", False):
+        return {}
+    return tied
+
+
+def _differing_families(policy: Any, weight_gap: WeightGap | None) -> dict[str, float] | None:
+    """Family -> largest relative gap of its tensors, for those that differ; None where weights cannot be read.
+
+    Walks through all weights even where nothing is compared: gathering them takes every rank.
+    """
+    differing: dict[str, float] = {}
+    for name, tensor in named_weights(policy):
+        gap = None if weight_gap is None else weight_gap(name, tensor)
+        if gap is not None and not gap <= 0.0:
+            differing[family(name)] = largest([gap, differing.get(family(name), 0.0)])
+    return None if weight_gap is None else differing
+
+
+def _merged(found: list[dict[str, float] | None]) -> dict[str, float]:
+    merged: dict[str, float] = {}
+    for differing in found:
+        for name, gap in (differing or {}).items():
+            merged[name] = largest([gap, merged.get(name, 0.0)])
+    return merged
+
+
+def _explain(gap: float, tolerance: float, differing: dict[str, float], readable: bool) -> str:
+    head = (
+        f"sync check: the engine's logprobs differ from the trainer's by {gap:.3g} nats after the weight sync "
+        f"(rollout.sync_tolerance={tolerance:g})."
+    )
+    if differing:
+        worst = sorted(differing.items(), key=lambda item: (item[1] == item[1], -item[1]))
+        names = ", ".join(f"{name} (by {value:.2g} of its largest value)" for name, value in worst[:5])
+        more = f" and {len(worst) - 5} more families" if len(worst) > 5 else ""
+        return f"{head} Weights that differ: {names}{more}. The engine would sample from a stale policy."
+    if readable:
+        return f"{head} All weights are equal: a cache, a dtype or a kernel differs (rollout.dtype, model.dtype)."
+    return f"{head} The engine's weights cannot be read from here."

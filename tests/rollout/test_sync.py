@@ -1,0 +1,142 @@
+"""The sync check, with an engine and a trainer whose weights and logprobs are given."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from grpo_cli.errors import GuardStop
+from grpo_cli.rollout import sync
+
+FAMILIES = [
+    "model.embed_tokens.weight",
+    "model.layers.*.self_attn.q_proj.weight",
+    "model.layers.*.mlp.down_proj.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+]
+
+
+class OneRank:
+    rank, world = 0, 1
+
+    def gather(self, value):
+        return [value]
+
+
+class Tokenizer:
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return list(text.encode())
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    names = [
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+        "model.layers.1.self_attn.q_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "model.norm.weight",
+    ]
+    return {name: torch.randn(4, 4, generator=generator) for name in names}
+
+
+class Policy:
+    """A trainer with tied embeddings whose logprob of every token is `logprob`."""
+
+    tokenizer = Tokenizer()
+
+    def __init__(self, logprob: float = -1.0):
+        self.weights = weights()
+        self.logprob = logprob
+        self.module = types.SimpleNamespace(
+            _tied_weights_keys={"lm_head.weight": "model.embed_tokens.weight"},
+            config=types.SimpleNamespace(tie_word_embeddings=True),
+        )
+
+    def gathered_parameters(self):
+        yield from self.weights.items()
+
+    def score(self, prompt_ids, completion_ids):
+        return [self.logprob] * len(completion_ids)
+
+
+def engine(logprob: float, held: dict[str, torch.Tensor]):
+    def score(prompt_ids, completion_ids):
+        return [logprob] * len(completion_ids)
+
+    def weight_gap(name, tensor):
+        return sync.relative_gap(tensor, held[name]) if name in held else None
+
+    return score, weight_gap
+
+
+def test_small_gap_passes_and_is_reported():
+    score, weight_gap = engine(-1.0 - 2e-5, {})
+    metrics = sync.check_sync(Policy(), OneRank(), score, weight_gap, tolerance=0.01)
+    assert metrics == {"sync/logprob_gap_max": pytest.approx(2e-5, abs=1e-9)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_family_that_differs_is_named_and_no_other(family):
+    held = {name: tensor.clone() for name, tensor in weights().items()}
+    held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+    corrupted = family.replace("*", "1")
+    held[corrupted][0, 0] += 0.5
+    score, weight_gap = engine(-1.2, held)
+    with pytest.raises(GuardStop) as stop:
+        sync.check_sync(Policy(), OneRank(), score, weight_gap, tolerance=0.05)
+    message = str(stop.value)
+    assert [name for name in FAMILIES if name in message] == [family]
+    assert "rollout.sync_tolerance=0.05" in message
+    assert "0.2 nats" in message
+
+
+def test_a_gap_that_is_not_a_number_stops():
+    score, _ = engine(float("nan"), {})
+    with pytest.raises(GuardStop, match="cannot be read"):
+        sync.check_sync(Policy(), OneRank(), score, None, tolerance=0.05)
+
+
+def test_equal_weights_point_elsewhere():
+    held = {name: tensor.clone() for name, tensor in weights().items()}
+    score, weight_gap = engine(-1.2, held)
+    with pytest.raises(GuardStop, match="All weights are equal"):
+        sync.check_sync(Policy(), OneRank(), score, weight_gap, tolerance=0.05)
+
+
+def test_the_rank_with_the_gap_decides_for_all():
+    class TwoRanks(OneRank):
+        def gather(self, value):
+            other = 0.3 if isinstance(value, float) else {"model.norm.weight": 0.1}
+            return [value, other]
+
+    with pytest.raises(GuardStop, match=r"model\.norm\.weight"):
+        sync.check_sync(Policy(), TwoRanks(), None, None, tolerance=0.05)
+
+
+def test_relative_gap_compares_in_the_engines_dtype():
+    trainer = torch.tensor([1.0, 0.5 + 2**-20])
+    assert sync.relative_gap(trainer, trainer.bfloat16()) == 0.0
+    assert sync.relative_gap(trainer, torch.tensor([1.0, 0.25])) == pytest.approx(0.25 + 2**-20)
+    assert sync.relative_gap(trainer, torch.zeros(3)) == 1.0
+
+
+def test_missing_tokens_are_a_gap():
+    gap = sync.logprob_gap([-1.0], [-1.0, -2.0])
+    assert gap != gap
+
+
+def test_probe_tokens_fill_up_from_a_short_tokenizer():
+    class Short:
+        def encode(self, text, add_special_tokens):
+            return [5, 6, 7]
+
+    prompt_ids, completion_ids = sync.probe_tokens(Short())
+    assert prompt_ids == [5, 6, 7, 5, 6, 7, 5, 6]
+    assert completion_ids[:2] == [7, 5]
+    assert len(completion_ids) == 16
