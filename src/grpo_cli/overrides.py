@@ -1,0 +1,213 @@
+"""What was typed after the command, in Hydra's override grammar: read, and every mistake named.
+
+Group choices (`loss=gspo`) and values (`trainer.lr=1e-6`) are told apart here, so that a misspelt option, a value
+that must be quoted and a stray comma are all found in one go; Hydra itself stops at the first, with exit code 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from shlex import quote
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_cli.errors import Finding
+from grpo_cli.options import Groups, nearest
+
+EVERYTHING = "*"
+"""The doubtful "key" of a mistake after which no other finding about the config can be trusted."""
+
+_HARMLESS_HYDRA_KEYS = ("hydra.verbose", "hydra.job.chdir")
+_OWN_FORM_OF_HYDRA_KEYS = {"hydra.run.dir": "run.dir", "hydra.sweep.dir": "run.dir", "hydra.mode": "-m"}
+
+
+@dataclass(slots=True)
+class Overrides:
+    """The overrides of one config: one option a group, values in the order they were typed, and the mistakes.
+
+    `doubtful` holds the keys and groups that a mistake is about: what else is found about them is its consequence.
+    """
+
+    choices: dict[str, str] = field(default_factory=dict)
+    values: list[Override] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    doubtful: set[str] = field(default_factory=set)
+
+    def blame(self, rule: str, key: str, message: str, fix: str, doubtful: str | None = None) -> None:
+        """Adds an error about `key`; `doubtful` is the key or group that it spoils, by default `key` itself."""
+        self.findings.append(Finding(rule, (key,), message, fix))
+        self.doubtful.add(doubtful or key)
+
+
+def read(arguments: Sequence[str], groups: Groups) -> Overrides:
+    """Reads the overrides of one job; a list of values without `-m` is a mistake here."""
+    result = Overrides()
+    parser = OverridesParser.create()
+    for argument in arguments:
+        override = parse(argument, parser, result, groups)
+        if override is None:
+            continue
+        if override.is_sweep_override():
+            _blame_sweep(override, result, groups)
+        elif override.is_hydra_override():
+            _check_hydra_key(override, result)
+        elif override.package is not None:
+            key = override.key_or_group
+            value = override.get_value_string() if "=" in argument else ""
+            result.blame(
+                "config_composes", key, f"{argument}: a group cannot be placed elsewhere (@).", f"{key}={value}"
+            )
+        elif override.key_or_group in groups.options:
+            _choose(override, result, groups)
+        else:
+            result.values.append(override)
+    # An experiment is the base that every other optional group, such as a scale, changes.
+    result.choices = dict(sorted(result.choices.items(), key=lambda choice: choice[0] != "experiment"))
+    return result
+
+
+def parse(argument: str, parser: OverridesParser, result: Overrides, groups: Groups) -> Override | None:
+    """One override in Hydra's grammar; None, and a finding in `result`, where it is not."""
+    try:
+        override = parser.parse_override(argument)
+        if override.key_or_group:
+            return override
+        reason = "there is no key before ="
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    raw_key, equals, value = argument.partition("=")
+    key = raw_key.lstrip("+~")
+    if not equals or not key:
+        result.blame(
+            "override_parses", argument, f"{argument}: an override is KEY=VALUE.", _whole_override(argument, groups)
+        )
+        return None
+    quoted = f"{raw_key}={_quoted(value)}"
+    message = f"{argument} is not in the override grammar ({reason}); with the value quoted it is: {quoted}"
+    result.blame("override_parses", key, message, quote(quoted))
+    return None
+
+
+def _whole_override(argument: str, groups: Groups) -> str:
+    """KEY=VALUE for a word that was typed alone: an option gets its group, a group one of its options."""
+    word = argument.strip("=+~")
+    for group in sorted(groups.options, key=lambda group: group in groups.defaults):
+        if word in groups.options[group]:
+            return f"{group}={word}"
+    if word in groups.options:
+        return f"{word}={groups.defaults.get(word, groups.options[word][0])}"
+    return f"{word or 'KEY'}=VALUE"
+
+
+def _quoted(value: str) -> str:
+    """The value in double quotes as the grammar wants them; of a list in brackets, each of its elements."""
+    if value.startswith("[") and value.endswith("]"):
+        return "[" + ",".join(_quoted_text(element.strip()) for element in value[1:-1].split(",")) + "]"
+    return _quoted_text(value)
+
+
+def _quoted_text(text: str) -> str:
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
+    return QuotedString(text, Quote.double).with_quotes()
+
+
+def _blame_sweep(override: Override, result: Overrides, groups: Groups) -> None:
+    key, argument, value = override.get_key_element(), override.input_line, override.get_value_string()
+    message = f"{argument} is ambiguous: several values are a sweep, which needs -m"
+    fix = f"-m {quote(str(argument))}"
+    if override.key_or_group not in groups.options and override.is_choice_sweep() and "(" not in value:
+        message += f"; a list is written {key}=[{value}]"
+        fix += f", or {quote(f'{key}=[{value}]')}"
+    result.blame("override_parses", override.key_or_group, f"{message}.", fix)
+
+
+def _check_hydra_key(override: Override, result: Overrides) -> None:
+    key = override.key_or_group
+    if key in _HARMLESS_HYDRA_KEYS:
+        return
+    own = _OWN_FORM_OF_HYDRA_KEYS.get(key)
+    fix = f"{own}={override.get_value_string()}" if own == "run.dir" else own or f"remove {override.input_line}"
+    result.blame("key_known", key, f"{override.input_line}: grpo does not read {key}.", fix)
+
+
+def _choose(override: Override, result: Overrides, groups: Groups) -> None:
+    """Takes a group choice, with or without `+`, or says what is wrong with it."""
+    group, base = override.key_or_group, override.key_or_group in groups.defaults
+    spoils = group if base else EVERYTHING
+    value = None if override.is_delete() else override.value()
+    if value is None:
+        if base:
+            off = "none" if "none" in groups.options[group] else groups.defaults[group]
+            message = f"{override.input_line}: the group {group} is read by every run and cannot be left out."
+            result.blame("group_present", group, message, f"{group}={off}", spoils)
+        return
+    if isinstance(value, list):
+        _blame_two(group, [str(option) for option in value], result, spoils)
+    elif group in result.choices:
+        _blame_two(group, [result.choices[group], str(value)], result, spoils)
+    elif str(value) not in groups.options[group]:
+        known = ", ".join(groups.options[group])
+        message = f"{group}={value}: {group} has no such option; it has {known}."
+        result.blame("option_known", group, message, f"{group}={nearest(str(value), groups.options[group])}", spoils)
+    else:
+        result.choices[group] = str(value)
+
+
+def _blame_two(group: str, options: list[str], result: Overrides, spoils: str) -> None:
+    message = f"{' and '.join(f'{group}={option}' for option in options)}: one {group} only."
+    result.blame(
+        "config_composes", group, message, f"{group}={options[0]}" if options else f"remove {group}=[]", spoils
+    )
+
+
+def jobs(arguments: Sequence[str], groups: Groups) -> tuple[list[list[str]], list[Finding]]:
+    """The overrides of every job of a sweep, in order: the product of all lists of values, the last one fastest.
+
+    A swept key that is given twice is refused: the product would hold it twice, and combinations would be lost.
+    Overrides that do not parse are left as they are; every job reports them with its own findings.
+    """
+    result = Overrides()
+    parser = OverridesParser.create()
+    choices: list[list[str]] = []
+    given: dict[str, list[bool]] = {}
+    for argument in arguments:
+        override = parse(argument, parser, result, groups)
+        if override is None:
+            continue
+        swept = override.is_sweep_override()
+        given.setdefault(override.key_or_group, []).append(swept)
+        choices.append(_expand(override, result, groups) if swept else [argument])
+    for key, sweeps in given.items():
+        if len(sweeps) > 1 and any(sweeps):
+            lines = [argument for argument in arguments if argument.lstrip("+~").partition("=")[0] == key]
+            message = f"{' '.join(lines)}: {key} is given {len(sweeps)} times; a sweep takes one override a key."
+            result.blame("config_composes", key, message, quote(lines[0]))
+    return [list(job) for job in itertools.product(*choices)], result.findings
+
+
+def _expand(override: Override, result: Overrides, groups: Groups) -> list[str]:
+    """The single overrides of one swept override: a comma list, choice(), range() or glob()."""
+    key = override.key_or_group
+    if override.is_hydra_override() or not override.is_discrete_sweep():
+        result.blame("override_parses", key, f"{override.input_line}: this cannot be swept.", f"{key}=VALUE1,VALUE2")
+        return []
+    values = [f"{override.get_key_element()}={value}" for value in _sweep_values(override, groups)]
+    if not values:
+        result.blame(
+            "override_parses", key, f"{override.input_line}: the sweep holds no value.", f"{key}=VALUE1,VALUE2"
+        )
+    return values
+
+
+def _sweep_values(override: Override, groups: Groups) -> Iterator[str] | Iterable[str]:
+    raw: Any = override._value  # Hydra's own iterator of a glob wants a config loader
+    if isinstance(raw, Glob):
+        return raw.filter(list(groups.options.get(override.key_or_group, ())))
+    return override.sweep_string_iterator()
