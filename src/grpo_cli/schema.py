@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -166,6 +167,24 @@ class Reward(Section):
     """Processes that score."""
     overlong: Overlong | None
     """Soft penalty on long completions (DAPO); null is none."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each term, by the name under which it logs and filters."""
+        return dict(zip(self.term_names, (term.weight for term in self.terms), strict=True))
+
+    @property
+    def term_names(self) -> list[str]:
+        """Name of each term; a python term's is its function, with the file's stem where two share that."""
+        functions = [term.function for term in self.terms if isinstance(term, PythonTerm)]
+        return [
+            term.name
+            if not isinstance(term, PythonTerm)
+            else term.function
+            if functions.count(term.function) == 1
+            else f"{PurePath(term.path).stem}.{term.function}"
+            for term in self.terms
+        ]
 
 
 class _Rollout(Section):
@@ -417,6 +436,11 @@ class Config(Section):
     def world_size(self) -> int:
         """W = processes of all nodes."""
         return self.trainer.nproc_per_node * self.trainer.nnodes
+
+    @property
+    def whitens_advantage(self) -> bool:
+        """Whether the advantage is whitened over the step's tokens after it was assigned (reinforce_pp family)."""
+        return self.advantage.name in ("reinforce_pp", "reinforce_pp_baseline")
 
     @property
     def rollout_dtype(self) -> str:
