@@ -34,7 +34,7 @@ class Rollout(Protocol):
         """
 
     def metrics(self) -> dict[str, float]:
-        """What was measured since the last call: `rollout/*`."""
+        """What this rank's engine measured since the last call (`rollout/*`); not a collective."""
 
     def close(self) -> None:
         """End what the backend started; may be called twice."""

@@ -26,12 +26,18 @@ _TEXT = "The sum of twelve and thirty is forty-two, and the check of it is short
 
 
 def check_sync(
-    policy: Any, ranks: Ranks, score: Score | None, weight_gap: WeightGap | None, tolerance: float
+    policy: Any,
+    ranks: Ranks,
+    score: Score | None,
+    weight_gap: WeightGap | None,
+    tolerance: float,
+    before_reading: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """Compare the engine's logprobs of the fixed tokens with the trainer's; every rank calls it.
 
     `score` is None on a rank that has no engine, `weight_gap` on one that cannot read the engine's weights. The largest
-    gap over all ranks decides, so all of them return or all of them raise.
+    gap over all ranks decides, so all of them return or all of them raise. `before_reading` is called on every rank
+    once, only after a gap was found and before the first `weight_gap`.
 
     Returns `{"sync/logprob_gap_max": nats}`. Raises GuardStop beyond `tolerance` (a gap that is not a number is beyond
     it), naming the families of tensors that differ.
@@ -42,6 +48,8 @@ def check_sync(
     gap = largest(ranks.gather(logprob_gap(engine, trainer)))
     if gap <= tolerance:
         return {"sync/logprob_gap_max": gap}
+    if before_reading is not None:
+        before_reading()
     found = ranks.gather(_differing_families(policy, weight_gap))
     raise GuardStop(_explain(gap, tolerance, _merged(found), any(found_here is not None for found_here in found)))
 
