@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from grpo_cli.rollout.attention import grouped_decoding
 from grpo_cli.rollout.draw import draw
 from grpo_cli.rollout.sampling import Sampling
 
@@ -75,6 +76,19 @@ def decode(
     the left; masks and positions come from their lengths, never from token values, so a pad id that equals the EOS id
     or stands in a prompt does no harm.
     """
+    with grouped_decoding(model):
+        return _decode(model, prompts, rows, uniform_RT, sampling, eos_ids, stop_check)
+
+
+def _decode(
+    model: Any,
+    prompts: list[list[int]],
+    rows: list[Row],
+    uniform_RT: Tensor | None,
+    sampling: Sampling,
+    eos_ids: frozenset[int],
+    stop_check: StopCheck | None,
+) -> list[Decoded]:
     alive = _prefill(model, prompts, rows, sampling.max_new_tokens)
     device = alive.row_B.device
     tokens_RT = torch.zeros(len(rows), sampling.max_new_tokens, dtype=torch.long, device=device)
