@@ -1,0 +1,254 @@
+"""The policy network: a Hugging Face causal LM that answers with logprobs of given tokens, never with all logits."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from grpo_cli import attention
+from grpo_cli.batch import MicroBatch
+from grpo_cli.builtin import locate
+from grpo_cli.errors import ConfigError, Finding
+from grpo_cli.schema import Model
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+LOGIT_BYTES = 256 * 2**20
+"""Memory for float32 logits of one chunk of tokens; what does not fit is computed again in the backward pass."""
+
+
+def load_tokenizer(cfg: Model) -> Any:
+    """The tokenizer of `model.path`."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        locate(cfg.path), revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
+    )
+
+
+def load_causal_lm(cfg: Model) -> nn.Module:
+    """The model of `model.path` in `model.dtype`, from safetensors only, with every dropout off."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    attention.register()
+    path: Path | str = locate(cfg.path)
+    hub = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
+    config = AutoConfig.from_pretrained(path, **hub)
+    _silence(config)
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=config,
+        dtype=DTYPES[cfg.dtype],
+        use_safetensors=True,
+        attn_implementation=cfg.attn_implementation,
+        **hub,
+    )
+    if cfg.attn_implementation == "sdpa" and getattr(model, "_supports_attention_backend", False):
+        model.set_attn_implementation(attention.IMPLEMENTATION)
+    return model
+
+
+def _silence(config: Any) -> None:
+    """Switch off all that draws random numbers in a forward pass: the ratio must be 1 before the first update."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, float) and ("dropout" in name or "pdrop" in name or "jitter" in name):
+            setattr(config, name, 0.0)
+
+
+def add_lora(model: nn.Module, cfg: Model) -> nn.Module:
+    """`model` with trainable adapters on `model.lora.target_modules`, everything else frozen."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ConfigError(
+            Finding("model_readable", ("model.lora",), "model.lora needs the package peft.", "pip install grpo[lora]")
+        ) from error
+    assert cfg.lora is not None
+    lora = LoraConfig(
+        r=cfg.lora.rank,
+        lora_alpha=cfg.lora.alpha,
+        lora_dropout=cfg.lora.dropout,
+        target_modules=cfg.lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, lora)
+
+
+class Scorer(nn.Module):
+    """A causal LM, plain or with adapters, whose forward gives the logprobs of a micro-batch's completion tokens."""
+
+    def __init__(self, lm: nn.Module, temperature: float):
+        super().__init__()
+        self.lm = lm
+        self.temperature = temperature
+        causal_lm = self.causal_lm
+        head = causal_lm.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            raise ConfigError(
+                Finding(
+                    "lora_targets_exist",
+                    ("model.lora.target_modules", "model.path"),
+                    f"The output head is a {type(head).__name__}; grpo scores through a plain linear one.",
+                    "Leave the output head out of model.lora.target_modules.",
+                )
+            )
+        # The head is called as a module, so that ZeRO-3 gathers its weight; only its arithmetic is ours.
+        head.forward = types.MethodType(_head_forward, head)
+
+    @property
+    def causal_lm(self) -> Any:
+        """The transformers model, with adapters inside if there are any."""
+        return self.lm.get_base_model() if hasattr(self.lm, "get_base_model") else self.lm
+
+    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies, both [T] float32, of the tempered distribution at each completion token."""
+        causal_lm = self.causal_lm
+        config = causal_lm.config
+        decoder = getattr(causal_lm, causal_lm.base_model_prefix)
+        hidden_BLH = decoder(
+            input_ids=micro.input_ids,
+            position_ids=micro.position_ids,
+            use_cache=False,
+            **attention_inputs(micro, config._attn_implementation, causal_lm.dtype),
+        ).last_hidden_state
+        hidden_TH = hidden_BLH.flatten(0, 1)[micro.source_T]
+        head = causal_lm.get_output_embeddings()
+        return head(
+            hidden_TH, targets_T=micro.targets_T, scale=logit_scale(config) / self.temperature, softcap=softcap(config)
+        )
+
+
+def attention_inputs(micro: MicroBatch, implementation: str, dtype: torch.dtype) -> dict[str, Any]:
+    """How the attention of a packed row is told to each kind of kernel. Masks come from lengths, never from ids."""
+    if micro.spans is None or implementation.startswith("flash"):
+        # Right-padded rows are plainly causal; flash kernels find packed sequences in the position ids.
+        return {"attention_mask": None}
+    if implementation == attention.IMPLEMENTATION:
+        # A 4-D mask passes through transformers untouched: here only the sign that none need be made.
+        return {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool), "packing": micro.plan}
+    mask = attention.dense_mask(micro.spans).to(micro.input_ids.device)
+    if implementation == "eager":
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    return {"attention_mask": mask}
+
+
+def logit_scale(config: Any) -> float:
+    """Factor that some families put on their logits."""
+    if getattr(config, "logits_scaling", None):
+        return 1.0 / config.logits_scaling
+    return float(getattr(config, "logit_scale", None) or 1.0)
+
+
+def softcap(config: Any) -> float | None:
+    """Bound c of logits that some families squash as c·tanh(x/c)."""
+    return getattr(config, "final_logit_softcapping", None)
+
+
+def _head_forward(
+    self: nn.Linear,
+    hidden: Tensor,
+    targets_T: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> Any:
+    if targets_T is None:
+        return functional.linear(hidden, self.weight, self.bias)
+    return HeadLogprobs.apply(hidden, self.weight, self.bias, targets_T, scale, softcap)
+
+
+class HeadLogprobs(torch.autograd.Function):
+    """Output head, log-softmax and pick in one, chunk by chunk: memory does not grow with tokens times vocabulary.
+
+    forward(hidden [T, H], weight [V, H], bias [V] or None, targets [T], scale, softcap) gives logprobs and entropies,
+    both [T] float32, of softmax(scale·z) with z the logits, before it squashed to softcap·tanh(z/softcap). The matrix
+    product runs in the model's type, everything after it in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, targets_T, scale, softcap):  # type: ignore[no-untyped-def]
+        logprobs_T = torch.empty(len(targets_T), dtype=torch.float32, device=hidden.device)
+        logsum_T, entropy_T = torch.empty_like(logprobs_T), torch.empty_like(logprobs_T)
+        chunks = list(_chunks(len(targets_T), weight.shape[0]))
+        logits = None
+        for chunk in chunks:
+            logits = _logits(hidden[chunk], weight, bias, scale, softcap)
+            logsum = logits.logsumexp(-1)
+            logsum_T[chunk] = logsum
+            logprobs_T[chunk] = logits.gather(-1, targets_T[chunk, None])[:, 0] - logsum
+            probabilities = (logits - logsum[:, None]).exp_()
+            entropy_T[chunk] = logsum - torch.linalg.vecdot(probabilities, logits)
+            del probabilities
+        # A single chunk is kept for the backward pass: that is most steps of a small model.
+        kept = logits if len(chunks) == 1 and any(ctx.needs_input_grad) else None
+        ctx.save_for_backward(hidden, weight, bias, targets_T, logsum_T, entropy_T, kept)
+        ctx.scale, ctx.softcap = scale, softcap
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_T, grad_entropy_T):  # type: ignore[no-untyped-def]
+        hidden, weight, bias, targets_T, logsum_T, entropy_T, kept = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        has_entropy_grad = bool(grad_entropy_T.any())
+        for chunk in _chunks(len(targets_T), weight.shape[0]):
+            logits = kept if kept is not None else _logits(hidden[chunk], weight, bias, ctx.scale, ctx.softcap)
+            grad = logits - logsum_T[chunk, None]
+            if has_entropy_grad:
+                shift = (grad + entropy_T[chunk, None]).mul_(grad_entropy_T[chunk, None])
+                grad.exp_().mul_(shift.add_(grad_logprobs_T[chunk, None])).neg_()
+                del shift
+            else:
+                grad.exp_().mul_(-grad_logprobs_T[chunk, None])
+            grad.scatter_add_(-1, targets_T[chunk, None], grad_logprobs_T[chunk, None])
+            if ctx.softcap is not None:
+                grad.mul_(1 - (logits / (ctx.scale * ctx.softcap)).square_())
+            grad = grad.mul_(ctx.scale).to(weight.dtype)
+            grad_hidden[chunk] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[chunk]
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
+    size = max(1, LOGIT_BYTES // (4 * vocabulary))
+    return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """[n, V] float32: scale times the (squashed) logits."""
+    logits = functional.linear(hidden, weight, bias).float()
+    if softcap is not None:
+        logits = logits.div_(softcap).tanh_().mul_(softcap)
+    return logits.mul_(scale) if scale != 1 else logits
+
+
+@contextmanager
+def lora_dropout(module: nn.Module) -> Iterator[None]:
+    """Adapters drop inputs inside this context, as `model.lora.dropout` asks while training; nothing else does."""
+    dropouts = [child for child in module.modules() if isinstance(child, nn.Dropout) and child.p > 0]
+    for dropout in dropouts:
+        dropout.train()
+    try:
+        yield
+    finally:
+        for dropout in dropouts:
+            dropout.eval()
