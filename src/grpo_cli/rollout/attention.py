@@ -14,21 +14,27 @@ from transformers.masking_utils import sdpa_mask
 
 _NAME = "grpo_decode"
 
+_SDPA = ("sdpa", "grpo_sdpa")
+"""Implementations that are sdpa for one new token: transformers' own, and the trainer's form for packed rows."""
+
 
 @contextmanager
 def grouped_decoding(model: Any) -> Iterator[None]:
-    """Inside, layers of `model` that attend with `sdpa` use `attend`; others are left alone."""
+    """Inside, layers of `model` that attend with a form of sdpa use `attend`; others are left alone."""
     AttentionInterface.register(_NAME, attend)
     AttentionMaskInterface.register(_NAME, sdpa_mask)
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    switched = [config for config in configs.values() if getattr(config, "_attn_implementation", None) == "sdpa"]
-    for config in switched:
-        config._attn_implementation = _NAME
+    own = [(config, getattr(config, "_attn_implementation", None)) for config in configs.values()]
+    for config, name in own:
+        if name in _SDPA:
+            config._attn_implementation = _NAME
     try:
         yield
     finally:
-        for config in switched:
-            config._attn_implementation = "sdpa"
+        # A model's config hands its value down to those of its parts, which come after it here.
+        for config, name in own:
+            if name in _SDPA:
+                config._attn_implementation = name
 
 
 def attend(

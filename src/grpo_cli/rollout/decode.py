@@ -166,7 +166,8 @@ def _forward(model: Any, ids_BL: Tensor, mask_BL: Tensor | None, position_BL: Te
 
 def takes_logits_to_keep(model: Any) -> bool:
     """Whether the model can leave out the logits of all positions but the last."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
+    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters hide the signature
+    return "logits_to_keep" in inspect.signature(causal_lm.forward).parameters
 
 
 def _collect(tokens_RT: Tensor, logprobs_RT: Tensor, length_R: Tensor, stopped_R: Tensor) -> Iterator[Decoded]:

@@ -73,7 +73,10 @@ class HfRollout:
             return relative_gap(tensor, held[name]) if name in held else None
 
         assert self._tolerance is not None, "rule sync_tolerance_positive refuses null"
-        metrics = check_sync(policy, self._ranks, score, weight_gap, self._tolerance, before_reading=hold)
+        # Adapters are merged in what the trainer hands out and apart in the module: those weights do not compare.
+        adapted = hasattr(self._policy.module, "get_base_model")
+        gap_of = None if adapted else weight_gap
+        metrics = check_sync(policy, self._ranks, score, gap_of, self._tolerance, before_reading=hold)
         return {**metrics, "time/weight_sync": time.perf_counter() - start}
 
     def metrics(self) -> dict[str, float]:

@@ -1,0 +1,122 @@
+"""Held-out accuracy, avg@n and pass@k: of a run while it trains, and of any model with `grpo eval`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from grpo_cli.rollout.sampling import Sampling
+from grpo_cli.schema import Config
+from grpo_cli.types import Completion, Group, Prompt
+
+if TYPE_CHECKING:
+    from grpo_cli.ranks import Ranks
+    from grpo_cli.rollout import Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one prompt's samples were worth; small enough to be gathered from every rank.
+
+    >>> Outcome(correct=[True, False], rewards=[1.0, None], tokens=[3, 24], truncated=[False, True])
+    """
+
+    correct: list[bool]
+    rewards: list[float | None]
+    """Unshaped reward of each sample; None where it could not be scored."""
+    tokens: list[int]
+    truncated: list[bool]
+
+
+def due(cfg: Config, step: int, last_step: int | None) -> bool:
+    """Whether the policy is evaluated after `step` steps: before the first, every `eval_every`, after the last."""
+    every = cfg.trainer.eval_every
+    return every is not None and (step % every == 0 or step == last_step)
+
+
+def evaluate(
+    cfg: Config, prompts: Sequence[Prompt], rollout: Rollout, scorer: Any, ranks: Ranks, step: int, version: int
+) -> dict[str, float]:
+    """Sample and score the held-out `prompts`, each rank its share; the same metrics on every rank.
+
+    Every prompt draws the same random numbers at every step, so that two evaluations differ by the policy alone. The
+    overlong penalty stays out. Raises what the rollout and the scorer raise.
+    """
+    start = time.perf_counter()
+    numbered = [(f"eval-{index}", prompt) for index, prompt in enumerate(prompts)]
+    mine = numbered[ranks.rank :: ranks.world]
+    groups = scorer.score(rollout.generate(mine, step, version, Sampling.of_eval(cfg)))
+    scorer.metrics()  # its counts are of the step's rollouts; here unscored completions are counted by themselves
+    outcomes = [outcome for share in ranks.gather([_outcome(group, cfg) for group in groups]) for outcome in share]
+    return {**measures(outcomes, cfg.eval.samples, cfg.eval.k), "time/eval": time.perf_counter() - start}
+
+
+def measures(outcomes: Sequence[Outcome], samples: int, ks: Sequence[int]) -> dict[str, float]:
+    """The `eval/*` metrics of all prompts: means over prompts of each prompt's own estimate. Empty without prompts."""
+    if not outcomes:
+        return {}
+    correct = [sum(outcome.correct) for outcome in outcomes]
+    completions = [
+        sample
+        for outcome in outcomes
+        for sample in zip(outcome.rewards, outcome.tokens, outcome.truncated, strict=True)
+    ]
+    rewards = [reward for reward, _, _ in completions if reward is not None]
+    metrics = {
+        f"eval/avg@{samples}": _mean([count / samples for count in correct]),
+        **{f"eval/pass@{k}": _mean([pass_at_k(samples, count, k) for count in correct]) for k in ks},
+        "eval/tokens_mean": _mean([float(tokens) for _, tokens, _ in completions]),
+        "eval/truncated_frac": _mean([float(truncated) for _, _, truncated in completions]),
+        "eval/prompts_count": float(len(outcomes)),
+        "eval/unscored_count": float(len(completions) - len(rewards)),
+    }
+    if rewards:
+        metrics["eval/reward"] = _mean(rewards)
+    return metrics
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k samples is correct, from `correct` of `samples`.
+
+    1 - C(n - c, k) / C(n, k), arXiv 2107.03374, equation 1; the plain 1 - (1 - c/n)^k is biased upwards for k < n.
+    """
+    assert 0 < k <= samples, f"pass@{k} of {samples} samples"
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def is_correct(completion: Completion, full_marks: float) -> bool:
+    """Whether the unshaped reward reaches full marks; what could not be scored is not correct."""
+    return completion.unshaped is not None and completion.unshaped >= full_marks - 1e-9
+
+
+def full_marks(cfg: Config) -> float:
+    """The unshaped reward of an answer that every term of positive weight gives 1."""
+    return sum(term.weight for term in cfg.reward.terms if term.weight > 0)
+
+
+def headline(cfg: Config, metrics: dict[str, float]) -> str:
+    """One line for a person.
+
+    >>> headline(cfg, {"eval/avg@1": 0.86, "eval/prompts_count": 100.0, ...})
+    '0.86 correct of 100 held-out problems (greedy)'
+    """
+    how = "greedy" if cfg.eval.temperature == 0 else f"{cfg.eval.samples} samples each at {cfg.eval.temperature:g}"
+    share = metrics[f"eval/avg@{cfg.eval.samples}"]
+    return f"{share:.2f} correct of {metrics['eval/prompts_count']:.0f} held-out problems ({how})"
+
+
+def _outcome(group: Group, cfg: Config) -> Outcome:
+    marks = full_marks(cfg)
+    return Outcome(
+        correct=[is_correct(completion, marks) for completion in group.completions],
+        rewards=[completion.unshaped for completion in group.completions],
+        tokens=[len(completion.token_ids) for completion in group.completions],
+        truncated=[completion.finish_reason == "length" for completion in group.completions],
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
