@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from grpo_cli.schema import Advantage, Config, Overlong
 from grpo_cli.shaping import overlong_penalty
+from grpo_cli.stats import deviation, is_constant, mean
 from grpo_cli.types import Completion, Group
 
 
@@ -74,11 +75,6 @@ def _needed(group: Group, cfg: Config) -> int:
     return 1 if cfg.advantage.name == "reinforce_pp" and len(group.completions) == 1 else 2
 
 
-def is_constant(values: Sequence[float]) -> bool:
-    """Whether all values are equal, exactly; the deviation of equal floats need not be 0. None at all: yes."""
-    return not values or max(values) == min(values)
-
-
 def grpo(step: Step, settings: Advantage) -> list[list[float]]:
     """(r - baseline) / (std + eps), ddof 1 (DeepSeekMath, arXiv 2402.03300 section 4.1.2).
 
@@ -87,11 +83,10 @@ def grpo(step: Step, settings: Advantage) -> list[list[float]]:
     centred = [_minus_others(rewards) if settings.leave_one_out else _minus_mean(rewards) for rewards in step.rewards]
     if settings.normalize == "none":
         return centred
-    of_step = _deviation([reward for rewards in step.rewards for reward in rewards])
-    deviations = [of_step if settings.normalize == "batch" else _deviation(rewards) for rewards in step.rewards]
+    of_step = deviation([reward for rewards in step.rewards for reward in rewards])
+    deviations = [of_step if settings.normalize == "batch" else deviation(rewards) for rewards in step.rewards]
     return [
-        [value / (deviation + settings.eps) for value in values]
-        for values, deviation in zip(centred, deviations, strict=True)
+        [value / (scale + settings.eps) for value in values] for values, scale in zip(centred, deviations, strict=True)
     ]
 
 
@@ -127,7 +122,7 @@ def _passk_group(rewards: list[float], eps: float) -> list[float]:
     values = [0.0] * len(rewards)
     if len(rewards) > 1:
         second, best = sorted(rewards)[-2:]
-        values[rewards.index(best)] = (best - second) / (_deviation(rewards) + eps)
+        values[rewards.index(best)] = (best - second) / (deviation(rewards) + eps)
     return values
 
 
@@ -137,8 +132,8 @@ def maxrl(step: Step, settings: Advantage) -> list[list[float]]:
 
 
 def _maxrl_group(rewards: list[float]) -> list[float]:
-    mean = _mean(rewards)
-    return [value / mean if mean > 0 else 0.0 for value in _minus_mean(rewards)]
+    average = mean(rewards)
+    return [value / average if average > 0 else 0.0 for value in _minus_mean(rewards)]
 
 
 def gdpo(step: Step, settings: Advantage) -> list[list[float]]:
@@ -148,11 +143,8 @@ def gdpo(step: Step, settings: Advantage) -> list[list[float]]:
     """
     sums = [_sum_of_scores(group, step, settings.eps) for group in step.groups]
     everyone = [value for values in sums for value in values]
-    mean, deviation = _mean(everyone), _deviation(everyone)
-    return [
-        [0.0 if is_constant(values) else (value - mean) / (deviation + settings.eps) for value in values]
-        for values in sums
-    ]
+    average, scale = mean(everyone), deviation(everyone) + settings.eps
+    return [[0.0 if is_constant(values) else (value - average) / scale for value in values] for values in sums]
 
 
 def _sum_of_scores(group: list[Completion], step: Step, eps: float) -> list[float]:
@@ -170,12 +162,12 @@ def _scores(values: list[float | None], eps: float) -> list[float]:
     known = [value for value in values if value is not None]
     if is_constant(known):
         return [0.0] * len(values)
-    mean, deviation = _mean(known), _deviation(known)
-    return [0.0 if value is None else (value - mean) / (deviation + eps) for value in values]
+    average, scale = mean(known), deviation(known) + eps
+    return [0.0 if value is None else (value - average) / scale for value in values]
 
 
 def _minus_mean(values: list[float]) -> list[float]:
-    return _minus(values, _mean(values))
+    return _minus(values, mean(values))
 
 
 def _minus_others(values: list[float]) -> list[float]:
@@ -188,21 +180,10 @@ def _minus(values: list[float], baseline: float) -> list[float]:
     return [0.0] * len(values) if is_constant(values) else [value - baseline for value in values]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else 0.0
-
-
 def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The mean weighted by `weights`; the plain one where they are all 0."""
     total = math.fsum(weights)
-    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / total if total else _mean(values)
-
-
-def _deviation(values: Sequence[float]) -> float:
-    """Standard deviation, ddof 1; exactly 0 where all values are equal."""
-    if is_constant(values):
-        return 0.0
-    mean = _mean(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / total if total else mean(values)
 
 
 ESTIMATORS: dict[str, Estimator] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length"]
-DropReason = Literal["unscored", "zero_std", "reward_range", "stale"]
+DropReason = Literal["unscored", "zero_std", "reward_range", "stale", "surplus"]
 
 
 @dataclass(frozen=True, slots=True)

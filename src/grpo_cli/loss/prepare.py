@@ -21,9 +21,7 @@ AGGREGATIONS: dict[str, Callable[[Tensor, int, int, Loss], Tensor]] = {
     "token_mean": lambda length_N, tokens, sequences, loss: torch.full_like(length_N, 1 / tokens),
     "seq_mean_token_mean": lambda length_N, tokens, sequences, loss: 1 / (sequences * length_N),
     "seq_mean_token_sum": lambda length_N, tokens, sequences, loss: torch.full_like(length_N, 1 / sequences),
-    "constant": lambda length_N, tokens, sequences, loss: torch.full_like(
-        length_N, 1 / (sequences * loss.constant_length)
-    ),
+    "constant": lambda length_N, tokens, sequences, loss: torch.full_like(length_N, 1 / sequences / _constant(loss)),
 }
 
 
@@ -52,6 +50,11 @@ def prepare(updates: list[list[Tokens]], cfg: Config, reduce: Reduce) -> dict[st
     if cfg.loss.top_entropy_quantile < 1:
         _select_by_entropy(updates, counts, cfg.loss.top_entropy_quantile, reduce)
     return metrics
+
+
+def _constant(loss: Loss) -> int:
+    assert loss.constant_length is not None, "rule constant_aggregation_needs_length"
+    return loss.constant_length
 
 
 def sequence_errors(tokens: Tokens) -> Tensor:
@@ -144,8 +147,8 @@ def _select_by_entropy(updates: list[list[Tokens]], counts: list[int], share: fl
     for _ in range(63):
         middle_U = low_U + (high_U - low_U) // 2
         below_U = torch.zeros(len(updates), dtype=torch.float64, device=device)
-        for u, update in enumerate(bits):
-            for bits_T, trained_T in update:
+        for u, pairs in enumerate(bits):
+            for bits_T, trained_T in pairs:
                 below_U[u] += ((bits_T <= middle_U[u]) & trained_T).sum()
         enough_U = reduce(below_U) > rank_U
         low_U, high_U = torch.where(enough_U, low_U, middle_U + 1), torch.where(enough_U, middle_U, high_U)

@@ -76,7 +76,8 @@ def gmpo(inputs: Inputs, loss: Loss) -> Surrogate:
     The bounds are those of the log ratio: [-clip_low, clip_high]. The value of a sequence stands on each of its tokens.
     """
     log_T, advantage_T, tokens = inputs.log_ratio_T, inputs.advantage_T, inputs.tokens
-    low, high = -loss.clip_low, loss.clip_high  # type: ignore[operator]  # clip_range_needs_both_bounds
+    low = -torch.inf if loss.clip_low is None else -loss.clip_low
+    high = torch.inf if loss.clip_high is None else loss.clip_high
     clamped_T = torch.where(advantage_T > 0, log_T.clamp(max=high), log_T.clamp(min=low))
     value_T = -advantage_T * tokens.mean_N(clamped_T).exp()[tokens.seq_T]
     clipped = {"low": (log_T < low) & (advantage_T < 0), "high": (log_T > high) & (advantage_T > 0)}
