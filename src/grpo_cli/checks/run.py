@@ -1,0 +1,151 @@
+"""All rules on one config: what a command refuses, what it only says, in the order of the list of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from grpo_cli.checks import topics  # noqa: F401  (registers the rules)
+from grpo_cli.checks.engine import RULES, Broken, Rule, View, lookup, run_rule
+from grpo_cli.checks.overrides import SEPARATOR, complete_fix, write
+from grpo_cli.checks.shape import Shape
+from grpo_cli.errors import Finding
+from grpo_cli.schema import Config
+
+RANGES_OF_EVAL = (
+    "temperature_positive",
+    "sampling_filters_in_range",
+    "sequence_fits_context",
+    "stop_strings_not_empty",
+)
+"""The range rules of the rollout that `grpo eval` runs beside its topics."""
+
+TOPICS_OF_EVAL = ("shape", "reward", "data", "model", "engines", "logging", "security")
+
+REFUSED_BY_REPLAY = (
+    "filter_metric_known",
+    "clip_range_needs_both_bounds",
+    "cispo_needs_clip_high",
+    "constant_aggregation_needs_length",
+    "truncate_needs_high",
+    "correction_needs_sampler_logprobs",
+)
+"""Beside Shape: without them a number that `grpo replay` prints would be undefined."""
+
+NOT_NEEDED_BY_REPLAY = ("run.", "model.", "data.", "reward.")
+"""Keys whose value `grpo replay` can do without: it has the rollouts."""
+
+_ABOUT_CONFIGURED_TERMS = (
+    "reward_term_known",
+    "reward_term_names_unique",
+    "python_reward_needs_opt_in",
+    "python_reward_names_a_file",
+    "answer_reward_needs_answer_key",
+)
+"""Rules about how a term is made; a dump holds values only."""
+
+
+def check(
+    resolved: Mapping[str, Any], command: str = "train", terms: Sequence[str] | None = None
+) -> tuple[Config | None, list[Finding]]:
+    """The typed config, and everything that is wrong with it, in the order of the list of rules.
+
+    `resolved` is a plain dict without interpolations. The config is None where its shape does not hold. `command` is
+    train, validate, plan, eval or replay; for replay, `terms` are the names of the reward terms that are stored.
+    """
+    config, found = _audit(resolved, command, terms)
+    errors = [broken for broken in found if RULES[broken.rule].severity == "error"]
+    audit = partial(_audit_pairs, command=command, terms=terms)
+    findings = []
+    for broken in found:
+        fixes = complete_fix(resolved, broken, errors, audit)
+        text = SEPARATOR.join(dict.fromkeys(write(fix, fix.note) for fix in fixes))
+        keys = _first_to_change(broken.keys, fixes[0])
+        findings.append(Finding(broken.rule, keys, broken.message, text, _severity(broken.rule, command)))
+    return config, findings
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings of several sources in the order of the list of rules."""
+    order = {rule: index for index, rule in enumerate(RULES)}
+    return sorted(findings, key=lambda finding: order.get(finding.rule, len(order)))
+
+
+def explain(rule_id: str) -> str:
+    """The long reason of a rule; KeyError with the nearest id where there is none of that name."""
+    rule = RULES.get(rule_id)
+    if rule is None:
+        from grpo_cli.options import nearest
+
+        raise KeyError(f"there is no rule {rule_id}; did you mean {nearest(rule_id, RULES)}?")
+    when = {"compose": "while composing", "config": "from the config", "start": "at run start, before weights"}
+    keys = f"\nReads {', '.join(rule.keys)}." if rule.keys else ""
+    return f"{rule.id} ({rule.severity}, found {when[rule.when]})\n\n{rule.why}\n{keys}".rstrip()
+
+
+def _audit(
+    resolved: Mapping[str, Any], command: str, terms: Sequence[str] | None
+) -> tuple[Config | None, list[Broken]]:
+    """The typed config and what is wrong, without completed fixes."""
+    shape = Shape(resolved)
+    bad = shape.bad
+    found = shape.found
+    if command == "replay":
+        found = [broken for broken in found if not _replay_does_without(broken)]
+        resolved = _with_stored_terms(resolved, terms)
+        bad = frozenset(key for key in bad if not key.startswith("reward.terms"))
+    view = View(resolved, bad)
+    for rule in _rules(command):
+        found = found + run_rule(rule, view)
+    if command == "eval" and lookup(resolved, "rollout.temperature") == 0:
+        found = [broken for broken in found if broken.keys != ("rollout.temperature",)]
+    order = {rule: index for index, rule in enumerate(RULES)}
+    holds = all(RULES[broken.rule].topic != "shape" for broken in found)
+    return shape.typed if holds else None, sorted(found, key=lambda broken: order[broken.rule])
+
+
+def _audit_pairs(resolved: Mapping[str, Any], command: str, terms: Sequence[str] | None) -> list[tuple[Broken, bool]]:
+    return [(broken, RULES[broken.rule].severity == "error") for broken in _audit(resolved, command, terms)[1]]
+
+
+def _rules(command: str) -> list[Rule]:
+    """The rules that a command runs after Shape."""
+    rules = [rule for rule in RULES.values() if rule.find is not None]
+    if command == "eval":
+        return [rule for rule in rules if rule.topic in TOPICS_OF_EVAL or rule.id in RANGES_OF_EVAL]
+    if command == "replay":
+        return [rule for rule in rules if rule.id not in _ABOUT_CONFIGURED_TERMS]
+    return rules
+
+
+def _severity(rule: str, command: str) -> Any:
+    """What a finding is for a command: `replay` refuses only what leaves its numbers undefined."""
+    severity = RULES[rule].severity
+    if command == "replay" and RULES[rule].topic != "shape" and rule not in REFUSED_BY_REPLAY:
+        return "warning"
+    return severity
+
+
+def _replay_does_without(broken: Broken) -> bool:
+    """Whether a finding is only a ??? in a part of the config that a replay does not read."""
+    left_open = broken.rule == "value_given" and broken.message.endswith("(???).")
+    return left_open and broken.keys[0].startswith(NOT_NEEDED_BY_REPLAY)
+
+
+def _with_stored_terms(resolved: Mapping[str, Any], terms: Sequence[str] | None) -> Mapping[str, Any]:
+    """The config with the terms of the dump, weighted by `replay.weights`, in place of its own."""
+    if terms is None:
+        return resolved
+    replay = resolved.get("replay")
+    weights = (replay.get("weights") if isinstance(replay, Mapping) else None) or {}
+    reward = resolved.get("reward")
+    known = weights if isinstance(weights, Mapping) else {}
+    stored = [{"name": name, "weight": known.get(name, 1.0)} for name in terms]
+    return {**resolved, "reward": {**(reward if isinstance(reward, Mapping) else {}), "terms": stored}}
+
+
+def _first_to_change(keys: tuple[str, ...], fix: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of a finding, the first one that its fix changes at the head."""
+    head = next((key for key in fix if key in keys), None)
+    return keys if head is None else (head, *(key for key in keys if key != head))
