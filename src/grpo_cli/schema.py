@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -108,15 +108,19 @@ Data = Annotated[ArithmeticData | ReasoningGymData | JsonlData | HfData, Field(d
 
 
 class _Term(Section):
+    reads_answer: ClassVar[bool] = False
+    """Whether a completion is compared with the gold answer."""
     weight: float
     """Factor of this term in the reward."""
 
 
 class ExactTerm(_Term):
+    reads_answer = True
     name: Literal["exact"]
 
 
 class NumberTerm(_Term):
+    reads_answer = True
     name: Literal["number"]
 
 
@@ -127,6 +131,7 @@ class RegexTerm(_Term):
 
 
 class MathTerm(_Term):
+    reads_answer = True
     name: Literal["math"]
 
 
@@ -162,7 +167,7 @@ class Reward(Section):
     on_error: Literal["abort", "unscored"]
     """What an exception or a wrong return does: end the run, or leave the completion unscored."""
     timeout_s: float | None
-    """Seconds that scoring one completion may take; longer is unscored."""
+    """Seconds that scoring one completion (python: one group) may take; longer is unscored."""
     workers: int
     """Processes that score."""
     overlong: Overlong | None
