@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from grpo_cli.compose import compose
 from grpo_cli.schema import Config, parse
@@ -12,10 +16,26 @@ from grpo_cli.types import Completion, Group, Prompt
 
 @cache
 def make_config(*overrides: str) -> Config:
-    """The default config with overrides; asserts that it composes."""
-    composed = compose(list(overrides))
+    """The default config with overrides, unchecked. Only the groups are composed, once a choice: composing is slow."""
+    choices = tuple(override for override in overrides if "." not in override.partition("=")[0])
+    resolved = copy.deepcopy(_composed(choices))
+    values = [override for override in overrides if override not in choices]
+    for value in OverridesParser.create().parse_overrides(values):
+        *sections, name = value.key_or_group.split(".")
+        section = resolved
+        for part in sections:
+            section = section[part]
+        assert name in section, value.key_or_group
+        section[name] = value.value()
+    return parse(resolved)
+
+
+@cache
+def _composed(choices: tuple[str, ...]) -> dict[str, Any]:
+    composed = compose(list(choices))
+    assert composed.config is not None, composed.findings
     assert not composed.findings, composed.findings
-    return parse(composed.config)
+    return composed.config
 
 
 def make_group(
