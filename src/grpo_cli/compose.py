@@ -17,9 +17,12 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_cli.errors import Finding
+from grpo_cli.checks import check, in_order
+from grpo_cli.errors import ConfigError, Finding
 from grpo_cli.options import PRIMARY, Groups, conf_dir, find_option, nearest, read_groups
 from grpo_cli.overrides import EVERYTHING, Overrides, read
+from grpo_cli.paths import absolute
+from grpo_cli.schema import Config
 
 _GLOBAL = re.compile(r"^#\s*@package\s+_global_\s*$", re.MULTILINE)
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -46,8 +49,55 @@ class Composed:
         """Whether `finding`, one of `findings`, only repeats a mistake that is already told."""
         if any(covers(doubt, key) for key in finding.keys for doubt in self.doubtful):
             return True
-        told = {key for other in findings if other.rule == finding.rule for key in other.keys}
-        return any(self.copies.get(key) in told or self.copies.get(key) in self.doubtful for key in finding.keys)
+        source = self.copies.get(finding.keys[0]) if len(finding.keys) == 1 else None
+        told = {other.keys for other in findings if other.rule == finding.rule}
+        return source is not None and (source in self.doubtful or (source,) in told)
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A checked config: typed, and as the plain dict that is written to config.yaml; None where it has no form."""
+
+    config: Config | None
+    resolved: dict[str, Any] | None
+    findings: list[Finding]
+    overrides: list[str]
+
+    @property
+    def errors(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+    @property
+    def warnings(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.severity == "warning"]
+
+    def require(self) -> Config:
+        """The config; raises ConfigError with every error where there is one."""
+        if self.errors or self.config is None:
+            raise ConfigError(self.errors)
+        return self.config
+
+
+def load(
+    overrides: Sequence[str],
+    command: str,
+    config_dir: Path | None = None,
+    now: datetime | None = None,
+    terms: Sequence[str] | None = None,
+) -> Loaded:
+    """Composes a config, makes its paths absolute and runs the rules of `command` on it; all findings at once.
+
+    `config` is None where the config has no typed form, or where a mistake in the overrides leaves it in doubt.
+    `terms`, for replay, are the names of the reward terms that its file stores.
+    """
+    composed = compose(overrides, config_dir, now)
+    if composed.config is None:
+        return Loaded(None, None, composed.findings, composed.overrides)
+    resolved = absolute(composed.config, Path.cwd())
+    config, found = check(resolved, command, terms)
+    consequences = [finding for finding in found if composed.is_consequence(finding, found)]
+    findings = [*composed.findings, *(finding for finding in found if finding not in consequences)]
+    return Loaded(None if composed.findings else config, resolved, in_order(findings), composed.overrides)
 
 
 def covers(doubt: str, key: str) -> bool:

@@ -1,0 +1,91 @@
+"""The command `grpo`: hands over to one module a command, and turns what it raises into an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from grpo_cli import __version__
+from grpo_cli.errors import (
+    EXIT_FAILED,
+    EXIT_GUARD,
+    EXIT_OK,
+    EXIT_USAGE,
+    ConfigError,
+    GuardStop,
+    RunError,
+    SignalStop,
+    signal_exit_code,
+)
+from grpo_cli.options import nearest
+from grpo_cli.terminal import show
+
+COMMANDS = {
+    "train": "grpo_cli.train",
+    "validate": "grpo_cli.validate",
+    "plan": "grpo_cli.plan",
+    "replay": "grpo_cli.replay",
+    "eval": "grpo_cli.evaluate",
+    "report": "grpo_cli.report",
+    "doctor": "grpo_cli.doctor",
+    "export": "grpo_cli.export",
+    "status": "grpo_cli.status",
+    "completion": "grpo_cli.completion",
+}
+"""Command -> the module whose `main(arguments) -> exit code` does it; imported only when asked for."""
+
+_SIGINT, _SIGPIPE = 2, 13
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit codes are those of errors.py. What a user can get wrong never shows a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # text that the terminal cannot show is no reason to fail
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return code
+    except ConfigError as error:
+        show(error.findings)
+        return EXIT_USAGE
+    except RunError as error:
+        return _say(error, EXIT_FAILED)
+    except GuardStop as error:
+        return _say(error, EXIT_GUARD)
+    except SignalStop as error:
+        return _say(error, signal_exit_code(error.signum))
+    except KeyboardInterrupt:
+        return signal_exit_code(_SIGINT)
+    except BrokenPipeError:
+        # The reader has gone, for example `| head`: the rest goes nowhere, also what is flushed at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return signal_exit_code(_SIGPIPE)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if command in COMMANDS:
+        return importlib.import_module(COMMANDS[command]).main(rest)
+    if command in ("-V", "--version"):
+        print(f"grpo {__version__}")
+        return EXIT_OK
+    if command in ("", "-h", "--help", "help"):
+        from grpo_cli.usage import overview
+
+        print(overview(), file=sys.stdout if command else sys.stderr)
+        return EXIT_OK if command else EXIT_USAGE
+    meant = "train " + command if "=" in command else nearest(command, COMMANDS)
+    return _say(f"unknown command {command}; did you mean grpo {meant}? (see grpo --help)", EXIT_USAGE)
+
+
+def _say(reason: object, code: int) -> int:
+    text = " ".join(str(reason).splitlines())
+    print(f"error: {text}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

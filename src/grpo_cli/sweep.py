@@ -1,0 +1,127 @@
+"""`grpo train -m`: every combination of the swept values is a job with processes and a run directory of its own.
+
+Job n runs in `<its run.dir>/<n>`; all jobs share one time stamp. Jobs run one after the other, and one that fails or is
+invalid stops none of the others: its run.json says why, and the closing summary lists it. A signal ends the sweep.
+
+Exit code: 0 where every job is done; 2 where wrong configs or data are the only failures; else that of the first job
+that failed while running.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from grpo_cli.compose import Loaded, load
+from grpo_cli.errors import EXIT_FAILED, EXIT_GUARD, EXIT_OK, EXIT_USAGE, ConfigError, GuardStop, RunError
+from grpo_cli.options import conf_dir, read_groups
+from grpo_cli.overrides import jobs
+from grpo_cli.rundir import RunDir
+from grpo_cli.train import run
+
+_SIGNALS_TO_THE_SWEEP = (130, 143)
+"""Exit codes of a job that was told to stop by Ctrl-C or SIGTERM: whoever sent it means the whole sweep."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One combination of the swept values."""
+
+    number: int
+    swept: str
+    """The overrides in which it differs from the other jobs, as typed."""
+    loaded: Loaded
+    directory: Path
+    exit_code: int | None = None
+    reason: str | None = None
+
+
+def sweep(overrides: Sequence[str], config_dir: Path | None = None) -> int:
+    """Runs all jobs; raises ConfigError where the sweep itself is mistyped, before any job."""
+    groups = read_groups([conf_dir(), *([config_dir] if config_dir else [])])
+    combinations, findings = jobs(overrides, groups)
+    if findings:
+        raise ConfigError(findings)
+    now = datetime.now()
+    swept = [index for index in range(len(overrides)) if len({job[index] for job in combinations}) > 1]
+    planned = [
+        _plan(number, job, [job[index] for index in swept], config_dir, now) for number, job in enumerate(combinations)
+    ]
+    print(f"Sweep of {len(planned)} jobs:")
+    for job in planned:
+        verdict = f"  ({len(job.loaded.errors)} errors: will not run)" if job.loaded.errors else ""
+        print(f"  {job.number}: {job.swept} -> {job.directory}{verdict}", flush=True)
+    try:
+        for job in planned:
+            print(f"Job {job.number} of 0..{len(planned) - 1}: {job.swept}", flush=True)
+            _run(job)
+            if job.exit_code in _SIGNALS_TO_THE_SWEEP:
+                break
+    finally:
+        _summarise(planned)
+    return exit_code(planned)
+
+
+def _plan(number: int, overrides: list[str], swept: list[str], config_dir: Path | None, now: datetime) -> Job:
+    loaded = load(overrides, "train", config_dir, now)
+    directory = (loaded.resolved or {}).get("run", {}).get("dir")
+    if not isinstance(directory, str):
+        directory = str(Path.cwd() / "runs" / now.strftime("%Y-%m-%d_%H-%M-%S"))
+    directory = str(Path(directory) / str(number))
+    if loaded.config is not None and loaded.resolved is not None:
+        loaded.resolved["run"] = {**loaded.resolved["run"], "dir": directory}
+        loaded.config = loaded.config.model_copy(
+            update={"run": loaded.config.run.model_copy(update={"dir": directory})}
+        )
+    return Job(number, " ".join(swept) or "(no swept key)", loaded, Path(directory))
+
+
+def _run(job: Job) -> None:
+    """Runs one job, whatever comes of it; a job that never got to its launcher leaves its run.json here."""
+    try:
+        job.exit_code = run(job.loaded)
+        job.reason = RunDir(job.directory).state().get("reason")
+        return
+    except ConfigError as error:
+        job.exit_code, job.reason = EXIT_USAGE, " ".join(finding.line() for finding in error.findings)
+    except RunError as error:
+        job.exit_code, job.reason = EXIT_FAILED, str(error)
+    except GuardStop as error:
+        job.exit_code, job.reason = EXIT_GUARD, str(error)
+    print(f"Job {job.number} failed with exit code {job.exit_code}: {job.reason}", file=sys.stderr, flush=True)
+    _record(job)
+
+
+def _record(job: Job) -> None:
+    """run.json of a job that did not start; an unwritable directory is told by the summary alone."""
+    try:
+        run_dir = RunDir.create(job.directory)
+        if run_dir.owner() is None:
+            config: Any = job.loaded.config
+            steps = config.trainer.steps if config else None
+            run_dir.begin(seed=config.run.seed if config else 0, steps=steps)
+            run_dir.end(job.exit_code or EXIT_FAILED, job.reason)
+    except (ConfigError, OSError) as error:
+        print(f"{job.directory}/run.json was not written: {error}", file=sys.stderr)
+
+
+def _summarise(planned: Sequence[Job]) -> None:
+    """The last lines of a sweep: how many jobs are done, and every one that is not."""
+    done = sum(job.exit_code == EXIT_OK for job in planned)
+    print(f"Sweep: {done} of {len(planned)} jobs done.", flush=True)
+    for job in planned:
+        if job.exit_code is None:
+            print(f"  not started: {job.number}: {job.swept}", flush=True)
+        elif job.exit_code != EXIT_OK:
+            reason = " ".join((job.reason or "no reason was recorded").split("\n"))
+            print(f"  exit {job.exit_code}: {job.number}: {job.swept} ({job.directory}): {reason}", flush=True)
+
+
+def exit_code(planned: Sequence[Job]) -> int:
+    """Of the whole sweep, as the head of this file says."""
+    codes = [job.exit_code for job in planned if job.exit_code]
+    return next((code for code in codes if code != EXIT_USAGE), EXIT_USAGE if codes else EXIT_OK)

@@ -1,0 +1,81 @@
+"""What the shell is offered; one test goes through a real bash."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_cli import completion
+from grpo_cli.completion import candidates
+
+SOURCE = str(Path(completion.__file__).resolve().parents[1])
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("grpo val", ["validate "]),
+        ("grpo train loss=g", ["loss=gmpo ", "loss=gspo "]),
+        ("grpo train +loss=gs", ["+loss=gspo "]),
+        ("grpo train -m loss=gspo,ci", ["loss=gspo,cispo"]),
+        ("grpo train +exp", ["+experiment="]),
+        ("grpo train +experiment=smo", ["+experiment=smoke "]),
+        ("grpo train loss.cl", ["loss.clip_high=", "loss.clip_low="]),
+        ("grpo train loss.correction.m", ["loss.correction.mode="]),
+        ("grpo train loss.correction.mode=t", ["loss.correction.mode=truncate "]),
+        ("grpo train rollout.sl", []),
+        ("grpo train rollout=vllm rollout.sl", ["rollout.sleep_level="]),
+        ("grpo train trainer.offload_param=", ["trainer.offload_param=false ", "trainer.offload_param=true "]),
+        ("grpo train loss.dual_clip=", ["loss.dual_clip=null "]),
+        ("grpo train no.such.key=", []),
+        ("grpo train --mul", ["--multirun "]),
+        ("grpo report ru", []),
+        ("grpo train 'open", []),
+        ("grpo", []),
+    ],
+)
+def test_candidates(line, offered):
+    assert candidates(line) == offered
+
+
+def test_groups_and_sections_after_the_subcommand():
+    offered = candidates("grpo train ")
+    assert {"loss=", "loss.", "experiment=", "trainer.", "model="} <= set(offered)
+    assert "trainer=" not in offered
+
+
+def test_a_users_own_options_are_offered(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\n")
+    assert candidates(f"grpo train --config-dir {tmp_path} experiment=mi") == ["experiment=mine "]
+
+
+def test_files_for_keys_that_are_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "rowing").mkdir()
+    assert candidates("grpo train data.train=row") == ["data.train=rowing/", "data.train=rows.jsonl"]
+
+
+def test_the_function_that_bash_gets_works_in_bash(tmp_path):
+    command = tmp_path / "grpo"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m grpo_cli.cli "$@"\n')
+    command.chmod(command.stat().st_mode | stat.S_IXUSR)
+    line = "grpo train +experiment=smoke loss=gsp"
+    script = f"""
+        eval "$(grpo completion bash)"
+        COMP_LINE='{line}' COMP_POINT={len(line)} COMP_WORDS=({line}) COMP_CWORD=3
+        _grpo_completion
+        printf '[%s]\\n' "${{COMPREPLY[@]}}"
+        complete -p grpo
+    """
+    env = {**os.environ, "PYTHONPATH": SOURCE, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ended = subprocess.run(["bash", "--norc", "-c", script], capture_output=True, text=True, env=env)
+    assert ended.stdout.splitlines()[0] == "[loss=gspo ]"
+    assert "_grpo_completion grpo" in ended.stdout
+    assert ended.stderr == ""
