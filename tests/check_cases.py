@@ -1,4 +1,4 @@
-"""For every rule that the values of a config alone break: overrides that break it, and the key that is to be changed first."""
+"""For every rule that the values of a config alone break: overrides that break it, and the first key to change."""
 
 from __future__ import annotations
 

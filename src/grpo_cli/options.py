@@ -68,5 +68,7 @@ def describe(file: Path) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most like `word`; None only where nothing is known."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.0)), None)
+    """The known word most like `word`, one that begins with it first; None only where nothing is known."""
+    words = list(known)
+    longer = [candidate for candidate in words if word and candidate.startswith(word)]
+    return next(iter(difflib.get_close_matches(word, longer or words, n=1, cutoff=0.0)), None)

@@ -91,10 +91,10 @@ class View:
         if isinstance(value, Mapping):
             return View(value, self._bad, path)
         if isinstance(value, list):
-            if any(isinstance(child, Mapping) for child in value):
-                return [self._wrap(child, f"{path}.{index}") for index, child in enumerate(value)]
             if any(f"{path}.{index}" in self._bad for index in range(len(value))):
                 raise Unreadable(path)
+            if any(isinstance(child, Mapping) for child in value):
+                return [self._wrap(child, f"{path}.{index}") for index, child in enumerate(value)]
         return value
 
 

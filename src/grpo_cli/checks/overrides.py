@@ -15,9 +15,9 @@ from grpo_cli.checks.engine import REMOVE, Broken, Changes
 
 SEPARATOR = ", or "
 MOST_ALTERNATIVES = 3
-_BARE_TEXT = re.compile(r"[A-Za-z_/][\w./:@%+-]*|\.{0,2}/[\w./:@%+-]*")
+_BARE_TEXT = re.compile(r"[A-Za-z_/][\w./:@%+-]*|\.{0,2}/[\w./:@%+-]*", re.ASCII)
 _READ_AS_OTHER_TYPES = {"null", "true", "false", "nan", "inf"}
-_SHELL_SAFE = re.compile(r"[\w\[\],./:@%+=~-]*")
+_SHELL_SAFE = re.compile(r"[\w\[\],./:@%+=~-]*", re.ASCII)
 Audit = Callable[[Mapping[str, Any]], Sequence[tuple[Broken, bool]]]
 """Everything that is found in a config, and whether it is an error."""
 

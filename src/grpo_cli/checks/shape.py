@@ -108,6 +108,10 @@ class Shape:
                 self.blame("value_given", key, f"{key} has no value (???).", *self._suggest(key))
             elif isinstance(value, float) and not math.isfinite(value):
                 self.blame("numbers_finite", key, f"{key}={value} is not a finite number.", *self._suggest(key))
+            elif isinstance(value, bool | float) and value in choices(key, self.resolved):
+                # Python takes true for 1, and pydantic with it.
+                message = f"{key}={render(value)} is {_describe(value)}; it must be a whole number."
+                self.blame("value_type", key, message, {key: int(value)}, *self._suggest(key))
 
     def _types(self) -> None:
         candidate, trusted = _typable(self.resolved, self)

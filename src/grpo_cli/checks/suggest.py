@@ -44,6 +44,8 @@ def suggested_value(key: str, resolved: Mapping[str, Any]) -> Any:
     value = lookup(_shipped(section, _option(section, resolved)), ".".join(parts)) if parts else None
     if isinstance(value, str) and value.startswith("${"):
         value = lookup(resolved, value[2:-1])
+    if key.startswith("replay.weights."):
+        return 1.0
     if value is None or value == "???":
         value = _EXAMPLES.get(key, _EXAMPLES.get(parts[-1] if parts else key))
     return value
