@@ -276,6 +276,14 @@ def test_errors_on_stderr_are_one_line_each(capsys):
     assert [line.split(":")[0] for line in captured.err.splitlines()] == ["error", "error", "2 errors"]
 
 
+def test_text_of_the_user_cannot_drive_the_terminal(capsys):
+    assert cli.main(["validate", 'run.name="a\x1b[2J\nb/"']) == 2
+    err = capsys.readouterr().err
+    assert "\x1b" not in err
+    assert "\\x1b[2J" in err
+    assert len(err.splitlines()) == 2
+
+
 @pytest.mark.parametrize("experiment", read_groups([conf_dir()]).options["experiment"])
 def test_every_shipped_experiment_validates(experiment, capsys):
     assert validate(capsys, f"experiment={experiment}")["ok"]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grpo_cli.compose import compose
 from grpo_cli.options import Groups, conf_dir, read_groups
@@ -172,3 +174,50 @@ def test_no_state_of_hydra_is_left_behind_or_needed():
 def test_optional_groups_are_those_without_a_default():
     assert "experiment" in GROUPS.optional
     assert Groups({"loss": ("a",), "scale": ("b",)}, {"loss": "a"}).optional == ("scale",)
+
+
+KEYS = [
+    "trainer.lr",
+    "loss",
+    "loss.correction",
+    "reward.terms",
+    "reward.terms.0.weight",
+    "run.name",
+    "experiment",
+    "x.y",
+    "",
+]
+VALUES = [
+    "1",
+    "nan",
+    "null",
+    "[]",
+    "{a: {b: 2}}",
+    "1,2",
+    "${run}",
+    "${run.name}",
+    '"${"',
+    "${oc.decode:'{'}",
+    "a#b",
+    "~x",
+    "",
+]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["", "+", "++", "~"]),
+            st.sampled_from(KEYS) | st.text(max_size=4),
+            st.sampled_from(["=", ""]),
+            st.sampled_from(VALUES) | st.text(max_size=6),
+        ).map("".join),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_whatever_is_typed_there_is_a_config_or_a_finding(overrides):
+    composed = compose(overrides)
+    assert composed.config is not None or composed.findings
+    assert all(finding.rule and finding.keys and finding.message and finding.fix for finding in composed.findings)

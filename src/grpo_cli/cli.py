@@ -20,7 +20,7 @@ from grpo_cli.errors import (
     signal_exit_code,
 )
 from grpo_cli.options import nearest
-from grpo_cli.terminal import show
+from grpo_cli.terminal import one_line, show
 
 COMMANDS = {
     "train": "grpo_cli.train",
@@ -82,8 +82,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _say(reason: object, code: int) -> int:
-    text = " ".join(str(reason).splitlines())
-    print(f"error: {text}", file=sys.stderr)
+    print(f"error: {one_line(str(reason))}", file=sys.stderr)
     return code
 
 

@@ -21,10 +21,11 @@ from grpo_cli.errors import EXIT_FAILED, EXIT_GUARD, EXIT_OK, EXIT_USAGE, Config
 from grpo_cli.options import conf_dir, read_groups
 from grpo_cli.overrides import jobs
 from grpo_cli.rundir import RunDir
+from grpo_cli.terminal import one_line
 from grpo_cli.train import run
 
-_SIGNALS_TO_THE_SWEEP = (130, 143)
-"""Exit codes of a job that was told to stop by Ctrl-C or SIGTERM: whoever sent it means the whole sweep."""
+_SIGNALS_TO_THE_SWEEP = (129, 130, 143)
+"""Exit codes of a job that was told to stop by a hang-up, Ctrl-C or SIGTERM: whoever sent it means the whole sweep."""
 
 
 @dataclass(slots=True)
@@ -92,7 +93,8 @@ def _run(job: Job) -> None:
         job.exit_code, job.reason = EXIT_FAILED, str(error)
     except GuardStop as error:
         job.exit_code, job.reason = EXIT_GUARD, str(error)
-    print(f"Job {job.number} failed with exit code {job.exit_code}: {job.reason}", file=sys.stderr, flush=True)
+    reason = one_line(job.reason)
+    print(f"Job {job.number} failed with exit code {job.exit_code}: {reason}", file=sys.stderr, flush=True)
     _record(job)
 
 
@@ -117,7 +119,7 @@ def _summarise(planned: Sequence[Job]) -> None:
         if job.exit_code is None:
             print(f"  not started: {job.number}: {job.swept}", flush=True)
         elif job.exit_code != EXIT_OK:
-            reason = " ".join((job.reason or "no reason was recorded").split("\n"))
+            reason = one_line(job.reason or "no reason was recorded")
             print(f"  exit {job.exit_code}: {job.number}: {job.swept} ({job.directory}): {reason}", flush=True)
 
 

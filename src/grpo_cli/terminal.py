@@ -49,7 +49,19 @@ class Parser(argparse.ArgumentParser):
         return space
 
 
+def one_line(text: str) -> str:
+    """Text on one line; characters that would move the cursor or change colours are written as escapes.
+
+    >>> one_line("a\\nb\\x1b[2J")
+    'a b\\\\x1b[2J'
+    """
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text.replace("\n", " ")
+    )
+
+
 def show(findings: Iterable[Finding]) -> None:
     """One line a finding on stderr, errors and warnings in their order."""
     for finding in findings:
-        print(finding.line().replace("\n", " "), file=sys.stderr)
+        print(one_line(finding.line()), file=sys.stderr)
