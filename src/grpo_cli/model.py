@@ -17,6 +17,7 @@ from grpo_cli.batch import MicroBatch
 from grpo_cli.builtin import locate
 from grpo_cli.errors import ConfigError, Finding
 from grpo_cli.schema import Model
+from grpo_cli.weights import without_adapters
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -75,12 +76,12 @@ def add_lora(model: nn.Module, cfg: Model) -> nn.Module:
     assert cfg.lora is not None
     lora = LoraConfig(
         r=cfg.lora.rank,
-        lora_alpha=cfg.lora.alpha,
+        lora_alpha=cfg.lora.alpha,  # type: ignore[arg-type]
         lora_dropout=cfg.lora.dropout,
         target_modules=cfg.lora.target_modules,
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, lora)
+    return get_peft_model(model, lora, autocast_adapter_dtype=False)  # type: ignore[arg-type, return-value]
 
 
 class Scorer(nn.Module):
@@ -90,8 +91,7 @@ class Scorer(nn.Module):
         super().__init__()
         self.lm = lm
         self.temperature = temperature
-        causal_lm = self.causal_lm
-        head = causal_lm.get_output_embeddings()
+        head: Any = self.causal_lm.get_output_embeddings()
         if type(head) is not nn.Linear:
             raise ConfigError(
                 Finding(
@@ -102,12 +102,12 @@ class Scorer(nn.Module):
                 )
             )
         # The head is called as a module, so that ZeRO-3 gathers its weight; only its arithmetic is ours.
-        head.forward = types.MethodType(_head_forward, head)
+        head.forward = types.MethodType(_head_forward, head)  # type: ignore[method-assign]
 
     @property
     def causal_lm(self) -> Any:
         """The transformers model, with adapters inside if there are any."""
-        return self.lm.get_base_model() if hasattr(self.lm, "get_base_model") else self.lm
+        return without_adapters(self.lm)
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies, both [T] float32, of the tempered distribution at each completion token."""
@@ -242,13 +242,18 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, s
 
 
 @contextmanager
-def lora_dropout(module: nn.Module) -> Iterator[None]:
-    """Adapters drop inputs inside this context, as `model.lora.dropout` asks while training; nothing else does."""
-    dropouts = [child for child in module.modules() if isinstance(child, nn.Dropout) and child.p > 0]
-    for dropout in dropouts:
-        dropout.train()
+def training(lm: nn.Module, checkpointing: bool) -> Iterator[None]:
+    """The mode of an update; outside of it everything is in evaluation mode.
+
+    Only adapters drop inputs here, as `model.lora.dropout` asks: every other dropout is 0. Gradient checkpointing acts
+    in training mode alone, and there forgets key-value caches, which generation needs.
+    """
+    if checkpointing:
+        lm.train()
+    for module in lm.modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            module.train()
     try:
         yield
     finally:
-        for dropout in dropouts:
-            dropout.eval()
+        lm.eval()

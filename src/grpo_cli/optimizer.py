@@ -62,7 +62,7 @@ class ReplicatedAdamW(torch.optim.AdamW):
         return [master.grad for _, master in self._pairs if master.grad is not None], {}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Clip and apply, or refuse: then `overflow` is set and neither weights nor moments have changed."""
         gradients, _ = self.get_grads_for_reduction()
         norm = torch.nn.utils.get_total_norm(gradients)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import os
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,7 @@ class Policy:
         return scorer(micro=micro)
 
     def _without_adapters(self) -> Any:
-        return self.module.disable_adapter() if self.cfg.model.lora is not None else nullcontext()
+        return self.module.disable_adapter() if self.cfg.model.lora is not None else contextlib.nullcontext()
 
     def score(self, prompt_ids: list[int], completion_ids: list[int]) -> list[float]:
         """Logprobs of `completion_ids` behind `prompt_ids`, at the rollout temperature. Collective under ZeRO-3."""
@@ -151,7 +152,8 @@ class Policy:
             lr = lr_at(first + number, trainer, self.total_steps)
             micro_batches = batch.updates[number % trainer.updates_per_step]
             if micro_batches and micro_batches[0].tokens.update_tokens:
-                outcomes.append(self._one_update(micro_batches, lr))
+                with model.training(self.module, self.cfg.model.gradient_checkpointing):
+                    outcomes.append(self._one_update(micro_batches, lr))
         metrics["lr"] = lr
         metrics |= self._summary(outcomes, trainer.updates_per_step * trainer.epochs_per_step)
         seconds = self._now() - start
@@ -166,8 +168,7 @@ class Policy:
         for number, micro in enumerate(micro_batches, start=1):
             last = number == len(micro_batches)
             self.engine.set_gradient_accumulation_boundary(last)
-            with model.lora_dropout(self.module) if self.cfg.model.lora is not None else nullcontext():
-                logprobs_T, entropy_T = self.engine(micro=micro)
+            logprobs_T, entropy_T = self.engine(micro=micro)
             if micro.logprobs_T is None:
                 micro.logprobs_T = logprobs_T.detach()
             if self.cfg.loss.entropy_coef == 0:
@@ -222,13 +223,13 @@ class Policy:
 
     # ------------------------------------------------------------------------------------------------ weights
 
-    @contextmanager
+    @contextlib.contextmanager
     def generation(self) -> Iterator[Any]:
         """The model, ready for plain forward passes of this rank alone: under ZeRO-3 gathered, and without hooks."""
         with weights.gathered(list(self.module.parameters())), self._no_hooks(), torch.no_grad():
             yield self.module
 
-    @contextmanager
+    @contextlib.contextmanager
     def _no_hooks(self) -> Iterator[None]:
         offload = getattr(self.engine.optimizer, "parameter_offload", None)
         if offload is None:
@@ -265,12 +266,8 @@ def _trainable(lm: nn.Module, cfg: Config) -> model.Scorer:
     if cfg.model.lora is not None:
         lm = model.add_lora(lm, cfg.model)
     if cfg.model.gradient_checkpointing:
-        # Checkpointing acts in training mode only; nothing else differs there, as every dropout is 0.
         lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        lm.train()
-    else:
-        lm.eval()
-    return model.Scorer(lm, cfg.rollout.temperature)
+    return model.Scorer(lm, cfg.rollout.temperature).eval()
 
 
 def _make_engine(scorer: model.Scorer, cfg: Config, ranks: Ranks) -> Any:
@@ -286,13 +283,12 @@ def _make_engine(scorer: model.Scorer, cfg: Config, ranks: Ranks) -> Any:
     trainer = cfg.trainer
     scorer.to(ranks.device)
     parameters = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
-    adam = {"lr": trainer.lr, "betas": tuple(trainer.betas), "weight_decay": trainer.weight_decay}
+    adam: dict[str, Any] = {"lr": trainer.lr, "betas": tuple(trainer.betas), "weight_decay": trainer.weight_decay}
     optimizer: torch.optim.Optimizer
     if trainer.zero_stage == 0:
         optimizer = ReplicatedAdamW(parameters, trainer.max_grad_norm, **adam)
     else:
         optimizer = torch.optim.AdamW(parameters, **adam)
-    training = scorer.training
-    engine, *_ = deepspeed.initialize(model=scorer, optimizer=optimizer, config=engine_config(cfg, ranks.world))
-    engine.module.train(training)
+    with contextlib.redirect_stdout(io.StringIO()):  # memory reports; what fails is raised
+        engine, *_ = deepspeed.initialize(model=scorer, optimizer=optimizer, config=engine_config(cfg, ranks.world))
     return engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,14 +19,14 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 @contextmanager
-def gathered(parameters: list[Tensor]) -> Iterator[None]:
+def gathered(parameters: Sequence[Tensor]) -> Iterator[None]:
     """The parameters are whole inside this context. Collective: every rank names the same ones, in the same order."""
     if not any(is_sharded(parameter) for parameter in parameters):
         yield
         return
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-    with GatheredParameters(parameters):
+    with GatheredParameters(list(parameters)):
         yield
 
 
@@ -36,12 +36,17 @@ def full_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
     A tensor is only good until the next one is asked for. Adapters come merged into the weights that they change;
     a tied output head is the embedding under another name and does not come twice.
     """
-    lm_head_free = lm.get_base_model() if hasattr(lm, "get_base_model") else lm
-    for modules in _chunks(lm_head_free):
+    for modules in _chunks(without_adapters(lm)):
         parameters = [p for _, module in modules for p in module.parameters(recurse=not _is_plain(module))]
         with gathered(parameters), torch.no_grad():
             for prefix, module in modules:
                 yield from _named(prefix, module)
+
+
+def without_adapters(lm: nn.Module) -> Any:
+    """The transformers model itself; adapters, if any, are modules inside it."""
+    get_base_model: Any = getattr(lm, "get_base_model", None)
+    return lm if get_base_model is None else get_base_model()
 
 
 def _is_plain(module: nn.Module) -> bool:
