@@ -1,0 +1,42 @@
+"""torch's elastic launcher, in a process of its own that dies with its parent and leaves the talking to the workers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from .rankfile import ENV
+from .signals import HANDLED, die_with_parent
+from .workerproc import AGENT_PID
+
+PARENT_PID = "GRPO_PARENT_PID"
+FAILURES = "failures.json"
+
+
+def main(argv: list[str]) -> int:
+    """`python -m torch.distributed.run` with the arguments of `argv`; writes how ranks failed to FAILURES. 0 or 1."""
+    die_with_parent(int(os.environ[PARENT_PID]))
+    os.environ[AGENT_PID] = str(os.getpid())
+    for signum in HANDLED:  # a scheduler signals every process: the workers save, and torch must not shoot them meanwhile
+        signal.signal(signum, lambda *_: None)
+
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    for name in ("torch.distributed.elastic", "torch.distributed.run"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        run.run(run.parse_args(argv))
+    except ChildFailedError as error:
+        failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        (Path(os.environ[ENV]) / FAILURES).write_text(json.dumps(failures))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,56 @@
+"""Secrets of the environment: kept out of every file and line that a run writes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .errors import ConfigError, Finding
+
+_SECRET_NAME = re.compile(r"(API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?$|^NETRC$", re.IGNORECASE)
+_SHORTEST = 8
+"""Shorter values are not looked for: they would match ordinary words."""
+
+
+def secrets_of(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Name -> value of the environment variables that hold credentials, for example WANDB_API_KEY and HF_TOKEN."""
+    environ = os.environ if environ is None else environ
+    return {name: value for name, value in environ.items() if _SECRET_NAME.search(name) and len(value) >= _SHORTEST}
+
+
+def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
+    """`text` with the value of every secret replaced by its name."""
+    for name, value in secrets_of(environ).items():
+        text = text.replace(value, f"<{name}>")
+    return text
+
+
+def check_no_secrets(config: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError where a value of the config holds a secret: the config is written to the run directory."""
+    found = secrets_of(environ)
+    findings = [
+        Finding(
+            "no_credentials_in_urls",
+            (key,),
+            f"{key} holds the value of {name}, and every config is written to config.yaml and to the logger.",
+            f"Remove it from {key}; leave {name} in the environment, where it is read from.",
+        )
+        for key, text in _texts(config, "")
+        for name, value in found.items()
+        if value in text
+    ]
+    if findings:
+        raise ConfigError(findings)
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _texts(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item, key)

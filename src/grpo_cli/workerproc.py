@@ -1,0 +1,81 @@
+"""The frame around a worker's work: signals, one exit code for every way to end, and a way out that does not hang."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from .errors import (
+    EXIT_FAILED,
+    EXIT_GUARD,
+    EXIT_OK,
+    EXIT_USAGE,
+    ConfigError,
+    GuardStop,
+    RunError,
+    SignalStop,
+    signal_exit_code,
+)
+from .rankfile import RankFile
+from .redact import redact
+from .signals import Interrupted, die_with_parent, stop
+
+AGENT_PID = "GRPO_AGENT_PID"
+
+
+def run_worker(work: Callable[[], str | None]) -> NoReturn:
+    """Run `work` in this process as one rank, say how it ended, and end the process with the exit code of design.md.
+
+    `work` returns a sentence for run.json (or None), or raises: ConfigError 2, GuardStop 3, SignalStop 128 + N, everything
+    else 1. The parent prints the sentence, once for all ranks; the stack of an unforeseen error is printed here.
+    """
+    rank_file = RankFile.of_this_process()
+    agent = os.environ.get(AGENT_PID)
+    die_with_parent(int(agent) if agent else None)
+    stop.install(rank_file)
+    rank_file.register()
+    try:
+        code, reason = EXIT_OK, work()
+    except BaseException as error:
+        code, reason = _explain(error, rank_file)
+    rank_file.finish(code, redact(reason) if reason else None)
+    if agent is None and code != EXIT_OK:
+        _say(f"error: {reason}")
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    # To torch's launcher, an end that all ranks agreed on is a success: it would cut short the ranks that still finish.
+    agreed = agent is not None and code not in (EXIT_FAILED, EXIT_USAGE)
+    # gloo and DeepSpeed threads now and then abort in interpreter shutdown; everything is flushed, so leave at once.
+    os._exit(EXIT_OK if agreed else code)
+
+
+def _explain(error: BaseException, rank_file: RankFile) -> tuple[int, str]:
+    """Exit code and sentence of what `work` raised."""
+    if isinstance(error, Interrupted):
+        error = SignalStop(stop.signum)
+    if isinstance(error, SignalStop):
+        return signal_exit_code(error.signum), str(error)
+    for kind, code in ((ConfigError, EXIT_USAGE), (GuardStop, EXIT_GUARD), (RunError, EXIT_FAILED)):
+        if isinstance(error, kind):
+            return code, str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return EXIT_FAILED, f"The disk is full: {error.filename or error}."
+    reason = f"{type(error).__name__}: {error}"
+    time.sleep(0.5)  # a lost peer shows as a broken connection here, moments before it is known to be gone
+    lost = rank_file.peers_gone()
+    if lost:
+        return EXIT_FAILED, f"Rank {rank_file.rank} lost rank {', '.join(map(str, lost))}: {reason.splitlines()[0]}"
+    _say("".join(traceback.format_exception(error)))
+    return EXIT_FAILED, reason
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(redact(text), file=sys.stderr, flush=True)

@@ -1,0 +1,64 @@
+"""A worker without a model: what it does is the text in the environment variable SCRIPT. Run by tests of launch.py."""
+
+import os
+import subprocess
+import sys
+import time
+
+from grpo_cli.errors import ConfigError, Finding, GuardStop, RunError, SignalStop
+from grpo_cli.signals import Interrupted, stop
+from grpo_cli.workerproc import run_worker
+
+RANK = int(os.environ["RANK"])
+
+
+def wait_for_stop() -> None:
+    print(f"rank {RANK} is ready", flush=True)
+    while True:
+        time.sleep(0.02)
+        try:
+            stop.check()
+        except Interrupted:
+            time.sleep(0.1)
+            raise SignalStop(stop.signum) from None
+
+
+def leave_a_child() -> None:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+
+
+def work() -> str | None:
+    script = os.environ["SCRIPT"]
+    if script != "unarmed":
+        stop.arm()
+    stop.rank_file.beat(3, "update")
+    return SCRIPTS[script]()
+
+
+def hang_on_rank_1() -> None:
+    while RANK == 0:
+        time.sleep(0.02)
+        stop.requested()
+    time.sleep(600)
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+SCRIPTS = {
+    "done": lambda: "all went well",
+    "guard": lambda: raise_(GuardStop("the sync check failed in layers.0")),
+    "config": lambda: raise_(ConfigError(Finding("some_rule", ("a.b",), "a.b is 0.", "a.b=1"))),
+    "fails": lambda: raise_(RunError("it broke")) if RANK == 1 else wait_for_stop(),
+    "secret": lambda: raise_(RunError(f"the key is {os.environ['WANDB_API_KEY']}")),
+    "killed": lambda: os.kill(os.getpid(), 9) if RANK == 1 else wait_for_stop(),
+    "hangs": hang_on_rank_1,
+    "frozen": lambda: os.kill(os.getpid(), 19) if RANK == 1 else wait_for_stop(),
+    "child": leave_a_child,
+    "waits": wait_for_stop,
+    "unarmed": wait_for_stop,
+}
+
+if __name__ == "__main__":
+    run_worker(work)
