@@ -122,7 +122,9 @@ def test_signal_to_the_parent_stops_all_ranks(tmp_path: Path, signum: int, code:
 def test_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
     process = start("waits", tmp_path / "run")
     wait_ready(process)
-    workers = [pid for pid in processes_of(tmp_path / "run") if b"agent" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    workers = [
+        pid for pid in processes_of(tmp_path / "run") if b"agent" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     os.kill(max(workers), signal.SIGTERM)
     assert process.wait(timeout=20) == 143
     wait_gone(tmp_path / "run")

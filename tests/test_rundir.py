@@ -20,7 +20,9 @@ from grpo_cli.types import Completion, Group, Prompt
 
 def group(index: int = 3, step: int = 12) -> Group:
     prompt = Prompt("row-57", "What is 2 + 3?", [1, 42], "5", {"question": "What is 2 + 3?"}, "a.jsonl:58")
-    completion = Completion("5\ud800", [9, 2], "stop", {"exact": 1.0, "math": None}, 1.0, 1.0, 0.1, sampler_logprobs=[-0.1, -0.3])
+    completion = Completion(
+        "5\ud800", [9, 2], "stop", {"exact": 1.0, "math": None}, 1.0, 1.0, 0.1, sampler_logprobs=[-0.1, -0.3]
+    )
     return Group(f"{step}-{index}", prompt, [completion], step, step)
 
 
@@ -49,7 +51,15 @@ def test_one_owner(tmp_path: Path) -> None:
 
 
 def test_config_reads_back_as_it_was(tmp_path: Path) -> None:
-    config = {"lr": 1e-6, "text": "1e-6", "no": "no", "odd": "${x \\boxed{é}\n", "none": None, "flag": True, "list": [1, 2.0]}
+    config = {
+        "lr": 1e-6,
+        "text": "1e-6",
+        "no": "no",
+        "odd": "${x \\boxed{é}\n",
+        "none": None,
+        "flag": True,
+        "list": [1, 2.0],
+    }
     run_dir = RunDir.create(tmp_path)
     run_dir.write_config(config)
     assert run_dir.read_config() == config

@@ -21,7 +21,9 @@ def main(argv: list[str]) -> int:
     """`python -m torch.distributed.run` with the arguments of `argv`; writes how ranks failed to FAILURES. 0 or 1."""
     die_with_parent(int(os.environ[PARENT_PID]))
     os.environ[AGENT_PID] = str(os.getpid())
-    for signum in HANDLED:  # a scheduler signals every process: the workers save, and torch must not shoot them meanwhile
+    for (
+        signum
+    ) in HANDLED:  # a scheduler signals every process: the workers save, and torch must not shoot them meanwhile
         signal.signal(signum, lambda *_: None)
 
     from torch.distributed import run

@@ -66,13 +66,17 @@ def fields(row: Mapping[str, Any]) -> dict[str, str]:
     {'reward': '0.500', 'kept/dropped': '6/2'}
     """
     shown: dict[str, str] = {}
-    for name, key, form in (("reward", "reward", "{:.3f}"), ("loss", "loss", "{:.4g}"), ("eval", "eval/reward", "{:.3f}")):
+    for name, key, form in (
+        ("reward", "reward", "{:.3f}"),
+        ("loss", "loss", "{:.4g}"),
+        ("eval", "eval/reward", "{:.3f}"),
+    ):
         if row.get(key) is not None:
             shown[name] = form.format(row[key])
     if row.get("groups/trained_count") is not None:
         shown["kept/dropped"] = f"{row['groups/trained_count']:.0f}/{row.get('groups/dropped_count') or 0:.0f}"
-    if row.get("time/tokens_per_second") is not None:
-        shown["tokens/s"] = f"{row['time/tokens_per_second']:.0f}"
+    if row.get("rollout/tokens_per_s") is not None:
+        shown["tokens/s"] = f"{row['rollout/tokens_per_s']:.0f}"
     if row.get("time/step") is not None:
         shown["s/step"] = f"{row['time/step']:.1f}"
     return shown

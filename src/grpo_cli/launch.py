@@ -36,11 +36,11 @@ WORKER = "grpo_cli.worker"
 def launch(cfg: Mapping[str, Any], run_dir: str | Path, worker: str = WORKER) -> int:
     """Run the workers of the resolved config `cfg` (a plain dict) in `run_dir`; returns the exit code of design.md.
 
-    Writes config.yaml and run.json, starts `trainer.nproc_per_node` workers on this node through torch's elastic launcher,
-    passes SIGTERM, SIGINT and SIGHUP on once (a second one kills), ends the run when a rank dies or stands still, and
-    returns only when every process that it started is gone. Call it in the main thread. Raises ConfigError where the
-    directory belongs to a live run, cannot be written, or where a value of the config holds a secret. `worker` is the
-    module that each rank runs, with the run directory as its argument.
+    Writes config.yaml and run.json, starts `trainer.nproc_per_node` workers on this node through torch's elastic
+    launcher, passes SIGTERM, SIGINT and SIGHUP on once (a second one kills), ends the run when a rank dies or stands
+    still, and returns only when every process that it started is gone. Call it in the main thread. Raises ConfigError
+    where the directory belongs to a live run, cannot be written, or where a value of the config holds a secret.
+    `worker` is the module that each rank runs, with the run directory as its argument.
     """
     home = RunDir.create(run_dir)
     trainer = cfg["trainer"]
@@ -125,7 +125,9 @@ def _run(home: RunDir, cfg: Mapping[str, Any], worker: str) -> tuple[int, str | 
 class _Watch:
     """The parent's loop over one set of workers."""
 
-    def __init__(self, agent: subprocess.Popen, files: RankFiles, trainer: Mapping[str, Any], got: list[tuple[int, float]]):
+    def __init__(
+        self, agent: subprocess.Popen, files: RankFiles, trainer: Mapping[str, Any], got: list[tuple[int, float]]
+    ):
         self._agent = agent
         self._files = files
         self._ranks = trainer["nproc_per_node"]
@@ -140,7 +142,9 @@ class _Watch:
             second = self._second_signal()
             if second:
                 name = signal.Signals(second).name
-                return signal_exit_code(second), f"Ended at once by a second {name}; complete checkpoints are untouched."
+                return signal_exit_code(
+                    second
+                ), f"Ended at once by a second {name}; complete checkpoints are untouched."
             self._pass_on()
             failed = self._first_failure()
             if failed:
@@ -227,8 +231,8 @@ def _signals() -> Iterator[list[tuple[int, float]]]:
     try:
         yield got
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

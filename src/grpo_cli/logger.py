@@ -49,8 +49,8 @@ class Logger:
     def log(self, step: int, metrics: Metrics) -> None:
         """Write the row of `step`: everything that was measured in it, evaluation included.
 
-        Steps rise: there is one row a step on one counter. NaN and infinity are written as null, None values too; a quantity
-        that was not computed is no key at all. Raises RunError where metrics.jsonl cannot be written.
+        Steps rise: there is one row a step on one counter. NaN and infinity are written as null, None values too; a
+        quantity that was not computed is no key at all. Raises RunError where metrics.jsonl cannot be written.
         """
         assert step > self._last_step, f"step {step} after {self._last_step}: one row a step"
         self._last_step = step

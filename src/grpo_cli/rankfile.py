@@ -1,7 +1,7 @@
 """What a worker tells its parent: that it lives, where it is, and how it ended. Small files in a private directory.
 
-The parent makes the directory (in memory where it can, so that a full disk silences nobody) and names it in the environment.
-A worker without it (started by hand) tells nobody, and works all the same.
+The parent makes the directory (in memory where it can, so that a full disk silences nobody) and names it in the
+environment. A worker without it (started by hand) tells nobody, and works all the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ ENV = "GRPO_RANKS_DIR"
 
 
 def process_state(pid: int) -> str | None:
-    """The kernel's letter for the state of a process (T stopped, D in the kernel, Z dead and not reaped); None: gone."""
+    """The kernel's letter for the state of a process (T stopped, D in the kernel, Z dead and not reaped); None:
+    gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (OSError, IndexError):

@@ -2,9 +2,9 @@
 
     RUN_DIR/config.yaml  run.json  metrics.jsonl  ledger.jsonl  rollouts/step_000012.jsonl  checkpoints/  model/
 
-`run.json` holds `status`, `reason`, `step`, `steps`, `exit_code`, `pid`, `host`, `started`, `updated`, `ended`, `versions`,
-`seeds`, `wandb` and `previous` (the earlier attempts in this directory). Status is one of `STATUSES`. One process writes it
-at a time: the parent before the workers start and after they have gone, rank 0 in between.
+`run.json` holds `status`, `reason`, `step`, `steps`, `exit_code`, `pid`, `host`, `started`, `updated`, `ended`,
+`versions`, `seeds`, `wandb` and `previous` (the earlier attempts in this directory). Status is one of `STATUSES`. One
+process writes it at a time: the parent before the workers start and after they have gone, rank 0 in between.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .redact import check_no_secrets, redact
 from .types import Group
 
 STATUSES = ("starting", "running", "done", "failed", "refused", "guard", "stopped", "lost")
-"""done: exit 0; failed: 1; refused: 2; guard: 3; stopped: 128 + N. The first two mean: not ended yet; with no live owner
-(`RunDir.owner`) the run was killed, and the next attempt writes it down as lost."""
+"""done: exit 0; failed: 1; refused: 2; guard: 3; stopped: 128 + N. The first two mean: not ended yet; with no live
+owner (`RunDir.owner`) the run was killed, and the next attempt writes it down as lost."""
 
 _ATTEMPT_KEYS = ("status", "reason", "step", "exit_code", "started", "ended")
 

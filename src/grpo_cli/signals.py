@@ -16,7 +16,8 @@ from .rankfile import RankFile
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_REQUEST_S = 1.0
-"""A job scheduler signals parent and workers together, and the parent passes its own on: within this time it is one request."""
+"""A job scheduler signals parent and workers together, and the parent passes its own on: within this time it is one
+request."""
 
 
 class Interrupted(Exception):
@@ -26,9 +27,9 @@ class Interrupted(Exception):
 class Stop:
     """Whether this rank was asked to stop.
 
-    Until `arm`, there is nothing to save and a signal ends the process at once. After it a signal sets a flag: stages call
-    `check()` (raises Interrupted) or `requested()` (does not) where they can be left, as often as they like. The loop then
-    agrees over the ranks on `signum`, saves, and raises SignalStop. A second signal ends the process at once.
+    Until `arm`, there is nothing to save and a signal ends the process at once. After it a signal sets a flag: stages
+    call `check()` (raises Interrupted) or `requested()` (does not) where they can be left, as often as they like. The
+    loop then agrees over the ranks on `signum`, saves, and raises SignalStop. A second signal ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,8 @@ class Stop:
 
     @property
     def signum(self) -> int:
-        """The signal that asked for the stop; 0 where none did. The maximum over the ranks is the one that all act on."""
+        """The signal that asked for the stop; 0 where none did. The maximum over the ranks is the one that all act
+        on."""
         return self._signum
 
     def requested(self) -> bool:
@@ -62,7 +64,7 @@ class Stop:
                 signal.signal(signum, self._handle)
         trace = rank_file.trace_file()
         if trace:
-            self._trace = open(trace, "w")  # noqa: SIM115: stays open for as long as the process lives
+            self._trace = open(trace, "w")  # noqa: SIM115  (open for as long as the process lives)
             faulthandler.register(signal.SIGUSR1, file=self._trace, all_threads=True)
 
     def arm(self) -> None:

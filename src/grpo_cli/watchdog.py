@@ -26,8 +26,8 @@ class _Seen:
 class Watchdog:
     """Ends the wait for a rank that shows no progress for `timeout_s` seconds.
 
-    Times are taken here, on a monotonic clock, when a change is seen: clocks of other machines and a clock that is set back
-    do not matter. It watches from the first step on; loading a model has its own time-outs.
+    Times are taken here, on a monotonic clock, when a change is seen: clocks of other machines and a clock that is
+    set back do not matter. It watches from the first step on; loading a model has its own time-outs.
     """
 
     def __init__(self, files: RankFiles, timeout_s: float):
@@ -36,7 +36,8 @@ class Watchdog:
         self._seen: dict[int, _Seen] = {}
 
     def look(self, now: float) -> str | None:
-        """A sentence that names the rank at fault once the time is up; None while all is well. `now`: monotonic seconds."""
+        """A sentence that names the rank at fault once the time is up; None while all is well. `now`: monotonic
+        seconds."""
         done = self._files.exits()
         for rank, beat in self._files.beats().items():
             if rank in done:

@@ -32,8 +32,9 @@ AGENT_PID = "GRPO_AGENT_PID"
 def run_worker(work: Callable[[], str | None]) -> NoReturn:
     """Run `work` in this process as one rank, say how it ended, and end the process with the exit code of design.md.
 
-    `work` returns a sentence for run.json (or None), or raises: ConfigError 2, GuardStop 3, SignalStop 128 + N, everything
-    else 1. The parent prints the sentence, once for all ranks; the stack of an unforeseen error is printed here.
+    `work` returns a sentence for run.json (or None), or raises: ConfigError 2, GuardStop 3, SignalStop 128 + N,
+    everything else 1. The parent prints the sentence, once for all ranks; the stack of an unforeseen error is printed
+    here.
     """
     rank_file = RankFile.of_this_process()
     agent = os.environ.get(AGENT_PID)
