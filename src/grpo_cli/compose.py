@@ -15,7 +15,7 @@ from hydra import initialize_config_dir
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from grpo_cli.checks import check, in_order
 from grpo_cli.errors import ConfigError, Finding
@@ -259,15 +259,11 @@ def _refuse_unresolved(config: DictConfig, shipped: dict[str, Any], asked: Overr
     for path, raw in list(_leaves(OmegaConf.to_container(config, resolve=False))):
         if not isinstance(raw, str) or "${" not in raw:
             continue
-        try:
-            value = OmegaConf.select(config, path)
-            if not isinstance(value, DictConfig | ListConfig):
-                continue
-            reason = "it names a group of keys"
-        except (OmegaConfBaseException, RecursionError, ValueError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = _why_unresolved(config, path)
+        if reason is None:
+            continue
         OmegaConf.update(config, path, None)
-        if (match := _REFERENCE.fullmatch(raw)) and any(covers(doubt, match[1]) for doubt in known_bad):
+        if not reason or any(covers(doubt, key) for key in _REFERENCE.findall(raw) for doubt in known_bad):
             asked.doubtful.add(path)
             continue
         asked.blame(
@@ -276,3 +272,14 @@ def _refuse_unresolved(config: DictConfig, shipped: dict[str, Any], asked: Overr
             f"{path}={raw} has no value: {reason}.",
             f"{path}={shipped.get(path, 'VALUE')}",
         )
+
+
+def _why_unresolved(config: DictConfig, path: str) -> str | None:
+    """None where the value resolves; '' where it lacks only a value (`???`) that is told under its own key."""
+    try:
+        value = OmegaConf.select(config, path)
+    except InterpolationToMissingValueError:
+        return ""
+    except (OmegaConfBaseException, RecursionError, ValueError) as error:
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return "it names a group of keys" if isinstance(value, DictConfig | ListConfig) else None

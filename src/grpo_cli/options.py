@@ -57,16 +57,6 @@ def find_option(dirs: Iterable[Path], group: str, option: str) -> Path | None:
     return next((file for top in dirs if (file := top / group / f"{option}.yaml").is_file()), None)
 
 
-def describe(file: Path) -> str:
-    """The first comment of an option's file that is no `@package` line: its one-line description, or ''."""
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            return ""
-        if (text := line.lstrip("# ").strip()) and not text.startswith("@package"):
-            return text
-    return ""
-
-
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word most like `word`, one that begins with it first; None only where nothing is known."""
     words = list(known)

@@ -6,6 +6,7 @@ that must be quoted and a stray comma are all found in one go; Hydra itself stop
 
 from __future__ import annotations
 
+import difflib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +66,7 @@ def read(arguments: Sequence[str], groups: Groups) -> Overrides:
             )
         elif override.key_or_group in groups.options:
             _choose(override, result, groups)
-        else:
+        elif not _blame_misspelt_group(override, result, groups):
             result.values.append(override)
     # An experiment is the base that every other optional group, such as a scale, changes.
     result.choices = dict(sorted(result.choices.items(), key=lambda choice: choice[0] != "experiment"))
@@ -135,6 +136,18 @@ def _check_hydra_key(override: Override, result: Overrides) -> None:
     own = _OWN_FORM_OF_HYDRA_KEYS.get(key)
     fix = f"{own}={override.get_value_string()}" if own == "run.dir" else own or f"remove {override.input_line}"
     result.blame("key_known", key, f"{override.input_line}: grpo does not read {key}.", fix)
+
+
+def _blame_misspelt_group(override: Override, result: Overrides, groups: Groups) -> bool:
+    """Whether a key without a dot, which is never a value's key, is much like the name of a group."""
+    key = override.key_or_group
+    like = difflib.get_close_matches(key, groups.options, n=1, cutoff=0.6)
+    if "." in key or not like or override.is_delete():
+        return False
+    option = nearest(str(override.value()), groups.options[like[0]])
+    message = f"{override.input_line}: there is no group {key}; the nearest is {like[0]}."
+    result.blame("key_known", key, message, f"{like[0]}={option}")
+    return True
 
 
 def _choose(override: Override, result: Overrides, groups: Groups) -> None:
