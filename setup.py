@@ -5,5 +5,5 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages("src"), "grpo_cli.conf"],
     package_dir={"": "src", "grpo_cli.conf": "conf"},
-    package_data={"grpo_cli.conf": ["*.yaml", "**/*.yaml"]},
+    package_data={"grpo_cli": ["*.jinja"], "grpo_cli.conf": ["*.yaml", "**/*.yaml"]},
 )
