@@ -35,6 +35,8 @@ SOURCE = str(Path(completion.__file__).resolve().parents[1])
         ("grpo train no.such.key=", []),
         ("grpo train --mul", ["--multirun "]),
         ("grpo report ru", []),
+        ("grpo replay ru", []),
+        ("grpo replay a.jsonl ru", ["run."]),
         ("grpo train 'open", []),
         ("grpo", []),
     ],

@@ -36,8 +36,8 @@ _FLAGS = {
     "train": ("-m", "--multirun", "--config-dir", "--help"),
     "validate": ("--json", "--data", "--explain", "--config-dir", "--help"),
     "plan": ("--json", "--config-dir", "--help"),
-    "replay": ("--json", "--help"),
-    "eval": ("--help",),
+    "replay": ("--json", "--config-dir", "--help"),
+    "eval": ("--config-dir", "--help"),
     "doctor": ("--json", "--help"),
     "export": ("--step", "--help"),
 }
@@ -77,6 +77,8 @@ def candidates(line: str) -> list[str]:
         return [f"{flag} " for flag in _FLAGS.get(command, ("--help",)) if flag.startswith(word)]
     if command not in _CONFIGURED or before[-1:] in (["--config-dir"], ["--explain"]):
         return []
+    if command == "replay" and all("=" in word or word.startswith("-") for word in before):
+        return []  # its file comes first
     return sorted(_overrides(word, before))
 
 
