@@ -144,7 +144,6 @@ def test_a_carried_group_counts_where_it_was_generated():
 
 
 def test_state_survives_a_restart_through_json():
-    pytest.importorskip("grpo_cli.groupjson")
     cfg = make_config("filter=dynamic_sampling", "filter.surplus=carry", "filter.max_empty_steps=2")
     filter_ = make_filter(cfg)
     play(filter_, [[good("1-0"), good("1-1"), good("1-2")]])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_cli.errors import GuardStop
+from grpo_cli.groupjson import from_state, to_state
 from grpo_cli.metrics import group_metrics
 from grpo_cli.schema import Config
 from grpo_cli.schema import Filter as Settings
@@ -126,14 +127,10 @@ class Filter:
 
     def state(self) -> dict[str, Any]:
         """What resuming needs, as JSON values: carried groups with all they hold, and the empty steps in a row."""
-        from grpo_cli.groupjson import to_state
-
         return {"carried": [to_state(group) for group in self._carried], "empty_steps": self._empty_steps}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
-        from grpo_cli.groupjson import from_state
-
         self._carried = [from_state(group) for group in state["carried"]]
         self._empty_steps = state["empty_steps"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from grpo_cli.compose import load
 from grpo_cli.dump import FIX, RULE, Row, parse_groups, read_file, term_names
 from grpo_cli.errors import EXIT_OK, ConfigError, Finding
 from grpo_cli.filter import make_filter
+from grpo_cli.jsonio import dumps
 from grpo_cli.loss import Measures, Tokens, policy_loss, prepare
 from grpo_cli.metrics import group_metrics
 from grpo_cli.options import nearest
@@ -286,18 +286,9 @@ def main(arguments: Sequence[str]) -> int:
     replayed = run(asked.overrides, read_file(asked.file), asked.config_dir)
     show(replayed.warnings)
     if asked.json:
-        print(json.dumps(_plain(replayed.as_json()), allow_nan=False))
+        print(dumps(replayed.as_json()))
     else:
         from grpo_cli.replay_table import print_table
 
         print_table(replayed)
     return EXIT_OK
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
