@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from configs import make_config, make_group
 
-from grpo_cli.advantage import ESTIMATORS, assign, trained
+from grpo_cli.advantage import ESTIMATORS, assign
+from grpo_cli.masks import trained
 from grpo_cli.schema import Overlong
 
 GROUP_RELATIVE = [name for name in ESTIMATORS if name != "reinforce_pp"]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from grpo_cli.masks import has_baseline
 from grpo_cli.schema import Advantage, Config, Overlong
 from grpo_cli.shaping import overlong_penalty
 from grpo_cli.stats import deviation, is_constant, mean
@@ -52,27 +53,11 @@ def assign(groups: list[Group], cfg: Config, weights: Mapping[str, float] | None
     for group, scored, values in zip(groups, step.groups, estimates, strict=True):
         for completion in group.completions:
             completion.advantage = 0.0
-        if len(scored) < _needed(group, cfg):
+        if not has_baseline(group, cfg):
             continue
         for completion, value in zip(scored, values, strict=True):
             completion.advantage = min(max(value, -clip), clip)
     return groups
-
-
-def trained(group: Group, cfg: Config) -> list[bool]:
-    """Which completions of a group the loss trains: scored, in a kept group, not cut by `loss.mask_truncated`.
-
-    A kept group with fewer than two scored completions (`filter=none`) has no trained one.
-    """
-    if group.dropped is not None or len(group.scored) < _needed(group, cfg):
-        return [False] * len(group.completions)
-    masked = {"length"} if cfg.loss.mask_truncated else set()
-    return [completion.scored and completion.finish_reason not in masked for completion in group.completions]
-
-
-def _needed(group: Group, cfg: Config) -> int:
-    """Scored completions without which a group is not trained; reinforce_pp has no use for a second one."""
-    return 1 if cfg.advantage.name == "reinforce_pp" and len(group.completions) == 1 else 2
 
 
 def grpo(step: Step, settings: Advantage) -> list[list[float]]:

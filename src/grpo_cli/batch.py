@@ -15,6 +15,7 @@ from torch import Tensor
 from grpo_cli.attention import Plan, Span, make_plan
 from grpo_cli.errors import RunError
 from grpo_cli.loss import Tokens
+from grpo_cli.masks import trained
 from grpo_cli.ranks import Ranks
 from grpo_cli.types import Completion, Group
 
@@ -100,7 +101,7 @@ def pack(kept: list[Group], cfg: Any, ranks: Ranks) -> Batch:
     trainer = cfg.trainer
     with_sampler = all(c.sampler_logprobs is not None for group in kept for c in group.completions)
     updates = []
-    for sequences in split(trained_sequences(kept, cfg.loss.mask_truncated), trainer.updates_per_step):
+    for sequences in split(trained_sequences(kept, cfg), trainer.updates_per_step):
         layout = lay_out(sequences, trainer.packing, trainer.micro_batch_tokens, ranks.world)
         updates.append(
             [_micro_batch(rows[ranks.rank], kept, trainer.packing, with_sampler, ranks.device) for rows in layout]
@@ -108,17 +109,13 @@ def pack(kept: list[Group], cfg: Any, ranks: Ranks) -> Batch:
     return Batch(kept, updates)
 
 
-def trained_sequences(kept: list[Group], mask_truncated: bool) -> list[Sequence]:
-    """The completions that can be trained on, in the order of the step.
-
-    A group with fewer than two scored completions has no baseline; only a group of one by design is trained without.
-    """
+def trained_sequences(kept: list[Group], cfg: Any) -> list[Sequence]:
+    """The completions that can be trained on, in the order of the step."""
     return [
         Sequence(g, i, len(group.prompt.token_ids), len(completion.token_ids))
         for g, group in enumerate(kept)
-        if len(group.scored) > 1 or len(group.completions) == 1
-        for i, completion in enumerate(group.completions)
-        if completion.scored and completion.token_ids and not (mask_truncated and completion.finish_reason == "length")
+        for i, (completion, is_trained) in enumerate(zip(group.completions, trained(group, cfg), strict=True))
+        if is_trained and completion.token_ids
     ]
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from grpo_cli import advantage
-from grpo_cli.advantage import trained
 from grpo_cli.compose import load
 from grpo_cli.dump import FIX, RULE, Row, parse_groups, read_file, term_names
 from grpo_cli.errors import EXIT_OK, ConfigError, Finding
 from grpo_cli.filter import make_filter
 from grpo_cli.jsonio import dumps
 from grpo_cli.loss import Measures, Tokens, policy_loss, prepare
+from grpo_cli.masks import trained
 from grpo_cli.metrics import group_metrics
 from grpo_cli.options import nearest
 from grpo_cli.passes import decide_passes
