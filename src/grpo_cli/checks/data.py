@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from grpo_cli.checks.engine import Found, View, broken, declare, error, state, warning
+from grpo_cli.checks.keys import term_models
 from grpo_cli.checks.quantities import file_data
-
-READ_THE_ANSWER = ("exact", "number", "math")
-"""Built-in terms that compare a completion with the gold answer."""
 
 
 @error("data.train", "data.name")
@@ -28,7 +26,8 @@ def file_data_needs_prompt_key(c: View) -> Found:
 def answer_reward_needs_answer_key(c: View) -> Found:
     """A term compares with the gold answer, whose column is not named. Every comparison would be with nothing: all
     rewards 0."""
-    readers = [term.name for term in c.reward.terms if term.name in READ_THE_ANSWER]
+    reading = {name for name, model in term_models().items() if getattr(model, "reads_answer", False)}
+    readers = [term.name for term in c.reward.terms if term.name in reading]
     if file_data(c) and not c.data.answer_key and readers:
         message = f"The term {readers[0]} compares with data.answer_key, which is empty."
         yield broken(message, {"data.answer_key": "answer"})

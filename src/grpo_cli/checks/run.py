@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from grpo_cli.checks import topics  # noqa: F401  (registers the rules)
-from grpo_cli.checks.engine import RULES, Broken, Rule, View, lookup, run_rule
+from grpo_cli.checks.engine import RULES, Broken, Changes, Rule, View, lookup, run_rule
 from grpo_cli.checks.overrides import SEPARATOR, complete_fix, write
 from grpo_cli.checks.shape import Shape
 from grpo_cli.errors import Finding
@@ -64,6 +64,15 @@ def check(
         keys = _first_to_change(broken.keys, fixes[0])
         findings.append(Finding(broken.rule, keys, broken.message, text, _severity(broken.rule, command)))
     return config, findings
+
+
+def completed(cfg: Config, changes: Changes) -> str:
+    """Changes to a config that holds, written as overrides, with all that must change together with them."""
+    resolved = cfg.model_dump()
+    audit = partial(_audit_pairs, command="train", terms=None)
+    errors = [broken for broken, is_error in audit(resolved) if is_error]
+    [fix] = complete_fix(resolved, Broken("", "", (changes,)), errors, audit)
+    return write(fix, fix.note)
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:

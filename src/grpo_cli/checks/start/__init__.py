@@ -1,0 +1,44 @@
+"""What can be known before weights are loaded, but not from the config alone: data, tokenizer, model, devices, engine.
+
+Heavy packages are imported inside, never with this module. Every check reports; none raises for what a user can get
+wrong, so that a missing model hides no mistake in the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from grpo_cli.checks.run import in_order
+from grpo_cli.checks.start import data, devices, engine, model, rundir
+from grpo_cli.checks.start.report import Report
+from grpo_cli.errors import Finding
+from grpo_cli.schema import Config
+
+_RUN: tuple[Callable[[Config, Report], Any], ...] = (
+    devices.check,
+    engine.check,
+    rundir.check,
+)
+
+
+def check(cfg: Config, command: str = "train") -> list[Finding]:
+    """All findings at run start, in the order of the list of rules. `command` is train or eval.
+
+    `eval` writes no run directory and resumes nothing; everything else is the same.
+    """
+    report = Report(cfg)
+    tokenizer = model.check(cfg, report)
+    data.check(cfg, tokenizer, report)
+    for part in _RUN:
+        if part is not rundir.check or command == "train":
+            part(cfg, report)
+    return in_order(report.findings)
+
+
+def check_data(cfg: Config) -> list[Finding]:
+    """Those on data, tokenizer and reward files: what `grpo validate --data` adds."""
+    report = Report(cfg)
+    tokenizer = model.read_tokenizer(cfg, report)
+    data.check(cfg, tokenizer, report)
+    return in_order(report.findings)

@@ -1,0 +1,106 @@
+"""Accelerators: how many there are, and whether they can do what is asked. Asked without opening one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+from grpo_cli.checks.start.report import Report
+from grpo_cli.schema import Config, VllmRollout, VllmServerRollout
+
+BFLOAT16_CAPABILITY = 8.0
+"""Compute capability from which CUDA devices have bfloat16 (Ampere)."""
+
+
+def check(cfg: Config, report: Report) -> None:
+    """The rules on accelerators."""
+    visible = accelerators()
+    if visible == 0:
+        _without_accelerators(cfg, report)
+        return
+    _count(cfg, visible, report)
+    lowest = lowest_capability()
+    if lowest is not None and lowest < BFLOAT16_CAPABILITY and "bfloat16" in (cfg.model.dtype, cfg.rollout_dtype):
+        report.add(
+            "dtype_supported",
+            f"model.dtype={cfg.model.dtype} and rollout.dtype={cfg.rollout.dtype}: a device of compute capability "
+            f"{lowest} has no bfloat16 (it needs {BFLOAT16_CAPABILITY}).",
+            {"model.dtype": "float32", "rollout.dtype": "float32"},
+        )
+
+
+def accelerators() -> int:
+    """Visible CUDA devices; 0 where there are none, or DS_ACCELERATOR=cpu asks not to look."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def lowest_capability() -> float | None:
+    """The lowest compute capability on this machine as the driver tells it; None where it does not."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+        return min(float(capability) for capability in told)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def engine_devices(cfg: Config) -> list[int]:
+    """Devices that the engine has for itself."""
+    return list(cfg.rollout.devices or []) if isinstance(cfg.rollout, VllmRollout) else []
+
+
+def _without_accelerators(cfg: Config, report: Report) -> None:
+    offloaded = [key for key in ("offload_optimizer", "offload_param") if getattr(cfg.trainer, key)]
+    if offloaded:
+        names = " and ".join(f"trainer.{key}=true" for key in offloaded)
+        report.add(
+            "offload_needs_an_accelerator",
+            f"{names} without an accelerator: everything is on the CPU already.",
+            {f"trainer.{key}": False for key in offloaded},
+        )
+    if isinstance(cfg.rollout, VllmRollout) and (cfg.rollout.sleep_level or 0) > 0:
+        report.add(
+            "sleep_needs_an_accelerator",
+            f"rollout.sleep_level={cfg.rollout.sleep_level} needs an accelerator, and there is none.",
+            {"rollout.sleep_level": 0},
+        )
+    _two_devices(cfg, 0, report)
+
+
+def _count(cfg: Config, visible: int, report: Report) -> None:
+    own = engine_devices(cfg)
+    wanted = cfg.trainer.nproc_per_node + len(own)
+    if wanted > visible:
+        fits = visible - len(own)
+        report.add(
+            "processes_fit_devices",
+            f"trainer.nproc_per_node={cfg.trainer.nproc_per_node} and {len(own)} rollout.devices need {wanted} "
+            f"accelerators; {visible} are visible.",
+            {"trainer.nproc_per_node": fits}
+            if fits >= 1
+            else {"rollout.devices": None, "trainer.nproc_per_node": visible},
+        )
+    _two_devices(cfg, visible, report)
+
+
+def _two_devices(cfg: Config, visible: int, report: Report) -> None:
+    """NCCL between the trainer and a server on this host needs a device for each."""
+    from grpo_cli.checks.quantities import LOCAL_HOSTS, split_url
+
+    if not isinstance(cfg.rollout, VllmServerRollout) or cfg.rollout.weight_sync != "nccl" or visible >= 2:
+        return
+    parts = split_url(cfg.rollout.server_url) if cfg.rollout.server_url else None
+    if cfg.rollout.server_url is None or (parts is not None and parts.hostname in LOCAL_HOSTS):
+        report.add(
+            "nccl_sync_needs_two_devices",
+            f"rollout.weight_sync=nccl needs an accelerator for the trainer and one for the server; {visible} visible.",
+            {"rollout.weight_sync": "disk"},
+        )
