@@ -195,7 +195,7 @@ def test_wandb_installed(make, monkeypatch):
 
 
 def test_run_dir_has_room(make, monkeypatch):
-    """The tiny model: 2 layers of 147,712, 261 x 128 embeddings and a norm of 128; 4 bytes each, 12 of optimizer state."""
+    """The tiny model: 2 layers of 147,712, 261 x 128 embeddings, a norm of 128; 4 bytes each, 12 of optimizer."""
     size = 16 * 328_960
     assert rundir.checkpoint_bytes(make()) == size
     monkeypatch.setattr(rundir.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 4 * size))
