@@ -1,0 +1,124 @@
+"""What is asked of vLLM and what comes back: the same for an engine in this process and for a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+
+from grpo_cli.builtin import locate
+from grpo_cli.rollout.sampling import Sampling
+from grpo_cli.rollout.vllm_worker_extension import CLASS_PATH
+from grpo_cli.schema import Config
+from grpo_cli.types import Completion, FinishReason
+
+_CPU_CACHE_SHARE = 0.25
+"""Of the machine's memory for all KV caches of its engines."""
+
+_CPU_BLOCK_TOKENS = 128
+
+
+def sampling_params(sampling: Sampling, seed: int, eos_ids: frozenset[int]) -> dict[str, Any]:
+    """`vllm.SamplingParams` of one completion: every one has its own seed, so that batches do not matter.
+
+    `logprobs=0` is the logprob of the sampled token alone. Text is left to us (the ids are what is trained on), except
+    that the engine needs it to find stop strings.
+    """
+    return {
+        "n": 1,
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k if sampling.top_k and sampling.top_k > 0 else 0,
+        "min_p": sampling.min_p or 0.0,
+        "seed": None if sampling.greedy else seed,
+        "stop": list(sampling.stop) or None,
+        "stop_token_ids": sorted(eos_ids),
+        "logprobs": 0,
+        "detokenize": bool(sampling.stop),
+        "skip_special_tokens": True,
+    }
+
+
+def scoring_params(prompt_ids: list[int], completion_ids: list[int], temperature: float) -> list[dict[str, Any]]:
+    """One request a completion token: `{"token_ids", "sampling_params"}`, each answered by that token's logprob.
+
+    The token is asked for by its id while another one is sampled: this is the code that sampling runs through, with
+    the temperature in it; vLLM's logprobs of a prompt leave the temperature out.
+    """
+    ids = prompt_ids + completion_ids
+    return [
+        {
+            "token_ids": ids[:position],
+            "sampling_params": {
+                "max_tokens": 1,
+                "temperature": temperature,
+                "seed": 0,
+                "logprobs": 1,
+                "logprob_token_ids": [ids[position]],
+                "detokenize": False,
+            },
+        }
+        for position in range(len(prompt_ids), len(ids))
+    ]
+
+
+def make_completion(
+    tokenizer: Any,
+    eos_ids: frozenset[int],
+    stop: tuple[str, ...],
+    token_ids: list[int],
+    logprobs: list[float],
+    finish_reason: str | None,
+) -> Completion:
+    """A completion as every backend makes it: text without EOS and without what follows a stop string; all ids."""
+    assert len(token_ids) == len(logprobs), f"{len(token_ids)} tokens with {len(logprobs)} logprobs"
+    assert finish_reason in ("stop", "length"), f"a completion that ended with {finish_reason!r}"
+    ended: FinishReason = "stop" if finish_reason == "stop" else "length"
+    by_eos = ended == "stop" and bool(token_ids) and token_ids[-1] in eos_ids
+    text = tokenizer.decode(token_ids[:-1] if by_eos else token_ids, skip_special_tokens=True)
+    cuts = [text.index(found) for found in stop if found in text]
+    return Completion(text[: min(cuts)] if cuts else text, token_ids, ended, sampler_logprobs=logprobs)
+
+
+def engine_options(cfg: Config, on_cpu: bool, engines_here: int) -> dict[str, Any]:
+    """Engine arguments, by their Python names, of `vllm.LLM` and of the server alike.
+
+    `engines_here`: engines that share this machine's memory.
+    """
+    model = str(locate(cfg.model.path))
+    options: dict[str, Any] = {
+        "model": model,
+        "tokenizer": model,
+        "revision": cfg.model.revision,
+        "tokenizer_revision": cfg.model.revision,
+        "trust_remote_code": cfg.model.trust_remote_code,
+        "dtype": cfg.rollout_dtype,
+        "max_model_len": cfg.rollout.max_model_len or -1,  # -1: the model's own, or what fits into the cache
+        "seed": cfg.run.seed % 2**31,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # the model's own sampling defaults must not act
+        "worker_extension_cls": CLASS_PATH,
+    }
+    if on_cpu:
+        options["enforce_eager"] = True  # compiling takes a minute and serves CPUs little
+        options["kv_cache_memory_bytes"] = cpu_cache_bytes(cfg, model, engines_here)
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def cpu_cache_bytes(cfg: Config, model: str, engines_here: int) -> int:
+    """Bytes that hold a whole step's sequences, at most a fair share of a quarter of the memory."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(
+        model, revision=cfg.model.revision, trust_remote_code=cfg.model.trust_remote_code
+    ).get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    item_bytes = 4 if cfg.rollout_dtype == "float32" else 2
+    block_bytes = 2 * config.num_hidden_layers * heads * head_size * item_bytes * _CPU_BLOCK_TOKENS
+    longest = cfg.data.max_prompt_tokens + max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
+    blocks = cfg.sequences_per_step * (longest // _CPU_BLOCK_TOKENS + 1)
+    most = int(psutil.virtual_memory().total * _CPU_CACHE_SHARE) // engines_here
+    return min(max(blocks * block_bytes, 2**26), most)
