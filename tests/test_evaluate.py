@@ -14,6 +14,7 @@ from grpo_cli.compose import compose
 from grpo_cli.evaluate import Outcome, due, evaluate, headline, measures, pass_at_k
 from grpo_cli.rollout.sampling import Sampling
 from grpo_cli.schema import parse
+from grpo_cli.signals import Interrupted
 from grpo_cli.types import Completion, Group, Prompt
 
 
@@ -127,6 +128,19 @@ def test_a_rank_without_prompts_takes_part():
     assert scripted.asked == []
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_on_one_rank_ends_the_evaluation_on_all(rank):
+    class Signalled(Scripted):
+        def generate(self, *arguments):
+            raise Interrupted
+
+    scripted = Signalled() if rank == 0 else Scripted()
+    others = [None] if rank == 1 else [[Outcome([True], [2.0], [3], [False])]]
+    metrics = evaluate(config(), prompts(2), scripted, scripted, Rank(rank, 2, others), step=0, version=0)
+    assert metrics == {}
+    assert headline(config(), metrics) == "no held-out problem was evaluated"
+
+
 def test_due_before_during_and_after():
     cfg = config("trainer.eval_every=4")
     assert [step for step in range(11) if due(cfg, step, last_step=10)] == [0, 4, 8, 10]
@@ -142,7 +156,7 @@ def test_headline_says_how():
     assert sampled == "0.50 correct of 10 held-out problems (4 samples each at 0.7)"
 
 
-def test_importing_it_needs_no_torch():
-    code = f"import sys; import {module.__name__}; sys.exit('torch' in sys.modules)"
+def test_importing_it_needs_neither_torch_nor_hydra():
+    code = f"import sys; import {module.__name__}; sys.exit(bool({{'torch', 'hydra'}} & set(sys.modules)))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], check=False, env=environment).returncode == 0

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from grpo_cli.signals import Interrupted
 from grpo_cli.source import SyncSource
 from grpo_cli.types import Completion, Group, Prompt
 
@@ -183,3 +184,28 @@ def test_state_goes_on_where_it_was_taken():
     second = SyncSource(config(), Data(6), Rollout(), Scorer(), Filter(), OneRank())
     second.load_state(first.state())
     assert ids(second.step(1).kept) == [("1-0", "p2"), ("1-1", "p3")]
+
+
+def test_a_signal_on_one_rank_interrupts_all_of_them_together():
+    shelf, barrier, ended = [None, None], threading.Barrier(2), [False, False]
+
+    class Signalled(Rollout):
+        def generate(self, prompts, step, version, sampling=None):
+            raise Interrupted
+
+    rollouts = [Rollout(), Signalled()]
+
+    def run(rank: int) -> None:
+        try:
+            SyncSource(config(2), Data(2), rollouts[rank], Scorer(), Filter(), ThreadRanks(rank, shelf, barrier)).step(
+                1
+            )
+        except Interrupted:
+            ended[rank] = True
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert ended == [True, True]

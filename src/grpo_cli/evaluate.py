@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_cli.errors import EXIT_OK, ConfigError, Finding
 from grpo_cli.rollout.sampling import Sampling
 from grpo_cli.schema import Config
+from grpo_cli.signals import Interrupted
 from grpo_cli.types import Completion, Group, Prompt
 
 if TYPE_CHECKING:
     from grpo_cli.ranks import Ranks
     from grpo_cli.rollout import Rollout
+
+RESULT = "eval.json"
+"""File of the metrics in the directory of an evaluation."""
+
+GENERATED_DATA = ("arithmetic", "reasoning_gym")
+"""Data that make their own held-out rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,44 @@ class Outcome:
     truncated: list[bool]
 
 
+def main(arguments: Sequence[str]) -> int:
+    """`grpo eval`: evaluates `model.path` on the held-out problems in RUN_DIR/eval, and prints what it found."""
+    from grpo_cli.compose import load  # not at the top: workers import this module, and never Hydra
+    from grpo_cli.terminal import Parser, show
+    from grpo_cli.usage import composition
+
+    parser = Parser("eval", "Samples a model on held-out problems: accuracy, avg@n and pass@k.", composition)
+    parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
+    parser.add_overrides()
+    asked = parser.read(arguments)
+    loaded = load(asked.overrides, "eval", asked.config_dir)
+    show(loaded.warnings)
+    cfg = loaded.require()
+    if cfg.data.eval is None and cfg.data.name not in GENERATED_DATA:
+        message = f"data={cfg.data.name} has no held-out rows: data.eval is null."
+        raise ConfigError(Finding("eval_needs_data", ("data.eval",), message, "data.eval=FILE"))
+    from grpo_cli.checks import start
+    from grpo_cli.launch import launch
+
+    found = start.check(cfg)
+    show(finding for finding in found if finding.severity == "warning")
+    if errors := [finding for finding in found if finding.severity == "error"]:
+        raise ConfigError(errors)
+    assert loaded.resolved is not None
+    directory = Path(cfg.run.dir) / "eval"
+    code = launch(loaded.resolved, directory, worker="grpo_cli.eval_worker")
+    if code == EXIT_OK:
+        metrics = json.loads((directory / RESULT).read_text(encoding="utf-8"))
+        print(json.dumps(metrics, indent=2) if asked.json else table(cfg, metrics))
+    return code
+
+
+def table(cfg: Config, metrics: dict[str, float]) -> str:
+    """The headline, then a line a metric."""
+    lines = [f"{key:<24} {value:.4g}" for key, value in metrics.items()]
+    return "\n".join([headline(cfg, metrics) + f": {cfg.model.path}", *lines])
+
+
 def due(cfg: Config, step: int, last_step: int | None) -> bool:
     """Whether the policy is evaluated after `step` steps: before the first, every `eval_every`, after the last."""
     every = cfg.trainer.eval_every
@@ -43,14 +91,23 @@ def evaluate(
     """Sample and score the held-out `prompts`, each rank its share; the same metrics on every rank.
 
     Every prompt draws the same random numbers at every step, so that two evaluations differ by the policy alone. The
-    overlong penalty stays out. Raises what the rollout and the scorer raise.
+    overlong penalty stays out. Empty, on all ranks, where a signal reached one of them in the middle of it: the loop
+    finds the signal itself. Raises what the rollout and the scorer raise.
     """
     start = time.perf_counter()
     numbered = [(f"eval-{index}", prompt) for index, prompt in enumerate(prompts)]
     mine = numbered[ranks.rank :: ranks.world]
-    groups = scorer.score(rollout.generate(mine, step, version, Sampling.of_eval(cfg)))
+    share: list[Outcome] | None
+    try:
+        groups = scorer.score(rollout.generate(mine, step, version, Sampling.of_eval(cfg)))
+        share = [_outcome(group, cfg) for group in groups]
+    except Interrupted:
+        share = None
     scorer.metrics()  # its counts are of the step's rollouts; here unscored completions are counted by themselves
-    outcomes = [outcome for share in ranks.gather([_outcome(group, cfg) for group in groups]) for outcome in share]
+    shares = ranks.gather(share)
+    if None in shares:
+        return {}
+    outcomes = [outcome for share in shares for outcome in share]
     return {**measures(outcomes, cfg.eval.samples, cfg.eval.k), "time/eval": time.perf_counter() - start}
 
 
@@ -104,7 +161,9 @@ def headline(cfg: Config, metrics: dict[str, float]) -> str:
     '0.86 correct of 100 held-out problems (greedy)'
     """
     how = "greedy" if cfg.eval.temperature == 0 else f"{cfg.eval.samples} samples each at {cfg.eval.temperature:g}"
-    share = metrics[f"eval/avg@{cfg.eval.samples}"]
+    share = metrics.get(f"eval/avg@{cfg.eval.samples}")
+    if share is None:
+        return "no held-out problem was evaluated"
     return f"{share:.2f} correct of {metrics['eval/prompts_count']:.0f} held-out problems ({how})"
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from grpo_cli.schema import Config
+from grpo_cli.signals import Interrupted
 from grpo_cli.types import Group, Prompt
 
 if TYPE_CHECKING:
@@ -117,13 +118,23 @@ class SyncSource:
     def _round(
         self, numbered: list[tuple[str, Prompt]], step: int, clock: Clock
     ) -> tuple[list[Group], dict[str, float]]:
-        """This rank's share of a round, generated and scored, then everybody's, in the order of `numbered`."""
+        """This rank's share of a round, generated and scored, then everybody's, in the order of `numbered`.
+
+        Raises Interrupted on all ranks where a signal reached one of them in the middle of it.
+        """
         mine = numbered[self._ranks.rank :: self._ranks.world]
-        with clock.measure("time/rollout"):
-            groups = self._rollout.generate(mine, step, self._version)
-        with clock.measure("time/reward"):
-            groups = self._scorer.score(groups)
-        shares = self._ranks.gather((groups, self._scorer.metrics()))
+        groups: list[Group] | None
+        try:
+            with clock.measure("time/rollout"):
+                groups = self._rollout.generate(mine, step, self._version)
+            with clock.measure("time/reward"):
+                groups = self._scorer.score(groups)
+        except Interrupted:
+            groups = None
+        gathered = self._ranks.gather((groups, self._scorer.metrics()))
+        shares = [(share, measured) for share, measured in gathered if share is not None]
+        if len(shares) < len(gathered):
+            raise Interrupted
         by_id = {group.group_id: group for share, _ in shares for group in share}
         counts: dict[str, float] = {}
         for _, measured in shares:

@@ -17,6 +17,7 @@ from grpo_cli.rollout import make_rollout
 from grpo_cli.rollout.hf import HfRollout, stop_string_check, token_budget
 from grpo_cli.rollout.sampling import Sampling
 from grpo_cli.schema import parse
+from grpo_cli.signals import Interrupted
 from grpo_cli.types import Prompt
 
 RANKS = Ranks(0, 1, 0, torch.device("cpu"))
@@ -37,8 +38,10 @@ class Policy:
     @contextmanager
     def generation(self):
         self.generating = True
-        yield
-        self.generating = False
+        try:
+            yield
+        finally:
+            self.generating = False
 
     def gathered_parameters(self):
         yield from self.trained.named_parameters()
@@ -180,6 +183,21 @@ def test_generation_happens_inside_the_policys_context(policy):
     make_rollout(config(), policy, RANKS).generate(prompts(policy, "a"), 1, 0)
     assert inside
     assert all(inside)
+
+
+def test_a_signal_ends_generation_between_two_tokens(policy, monkeypatch):
+    passes: list[int] = []
+    policy.module.register_forward_pre_hook(lambda module, args: passes.append(1))
+
+    def check():
+        if len(passes) == 3:
+            raise Interrupted
+
+    monkeypatch.setattr("grpo_cli.rollout.decode.stop.check", check)
+    with pytest.raises(Interrupted):
+        make_rollout(config(), policy, RANKS).generate(prompts(policy, "a"), 1, 0)
+    assert len(passes) == 3
+    assert not policy.generating  # the context was left
 
 
 def test_sync_agrees_when_nothing_is_wrong(policy):

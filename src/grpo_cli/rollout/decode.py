@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from grpo_cli.rollout.attention import grouped_decoding
 from grpo_cli.rollout.draw import draw
 from grpo_cli.rollout.sampling import Sampling
+from grpo_cli.signals import stop
 
 StopCheck = Callable[[Tensor], Tensor]
 """Generated tokens so far, [B, t] -> bool [B]: whether a stop string has just appeared."""
@@ -74,7 +75,7 @@ def decode(
 
     uniform_RT: float64 [rows, max_new_tokens], the random numbers of each row; None when greedy. Prompts are padded on
     the left; masks and positions come from their lengths, never from token values, so a pad id that equals the EOS id
-    or stands in a prompt does no harm.
+    or stands in a prompt does no harm. Raises Interrupted, between two tokens, once a signal has come.
     """
     with grouped_decoding(model):
         return _decode(model, prompts, rows, uniform_RT, sampling, eos_ids, stop_check)
@@ -97,6 +98,7 @@ def _decode(
     stopped_R = torch.zeros(len(rows), dtype=torch.bool, device=device)
     eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
     for t in range(sampling.max_new_tokens):
+        stop.check()
         uniform_B = None if uniform_RT is None else uniform_RT[:, t].to(device)[alive.row_B]
         token_B, logprob_B = draw(alive.logits_BV, uniform_B, sampling)
         tokens_RT[alive.row_B, t] = token_B

@@ -1,0 +1,74 @@
+"""One rank of `grpo eval`: a model without trainer or optimizer, its rollout and its rewards."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from grpo_cli.checks import check
+from grpo_cli.data import load_data
+from grpo_cli.errors import ConfigError
+from grpo_cli.evaluate import RESULT, evaluate, headline
+from grpo_cli.jsonio import write_json
+from grpo_cli.model import load_causal_lm
+from grpo_cli.ranks import start
+from grpo_cli.reward import make_scorer
+from grpo_cli.rollout import make_rollout
+from grpo_cli.rundir import RunDir
+from grpo_cli.schema import Config
+from grpo_cli.signals import stop
+from grpo_cli.tokenizer import load_tokenizer
+from grpo_cli.workerproc import run_worker
+
+
+class FrozenPolicy:
+    """What a rollout asks of a policy, for a model that nobody trains."""
+
+    def __init__(self, cfg: Config, device: torch.device):
+        self.tokenizer = load_tokenizer(cfg.model)
+        self.module: Any = load_causal_lm(cfg.model).to(device).eval()
+        self.device = device
+        self.version = 0
+
+    @contextmanager
+    def generation(self) -> Iterator[Any]:
+        with torch.no_grad():
+            yield self.module
+
+    def gathered_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.module.named_parameters()
+
+
+def main() -> NoReturn:
+    """`python -m grpo_cli.eval_worker DIR`: evaluate what DIR/config.yaml says into DIR/eval.json."""
+    run_worker(lambda: work(RunDir(sys.argv[1])))
+
+
+def work(directory: RunDir) -> str:
+    """Returns the headline."""
+    cfg, findings = check(directory.read_config(), "eval")
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if cfg is None or errors:
+        raise ConfigError(errors)
+    ranks = start(cfg.trainer.step_timeout_s)
+    stop.rank_file.beat(0, "evaluation")
+    with ExitStack() as ending:
+        policy = FrozenPolicy(cfg, ranks.device)
+        data = load_data(cfg, policy.tokenizer)
+        scorer = make_scorer(cfg)
+        ending.callback(scorer.close)
+        rollout = make_rollout(cfg, policy, ranks)
+        ending.callback(rollout.close)
+        metrics = evaluate(cfg, data.eval_prompts(cfg.eval.limit), rollout, scorer, ranks, step=0, version=0)
+    if ranks.first:
+        write_json(directory.path / RESULT, metrics)
+    return headline(cfg, metrics)
+
+
+if __name__ == "__main__":
+    main()
