@@ -137,7 +137,9 @@ def lay_out(sequences: list[Sequence], packing: str, budget: int, world: int) ->
     else:
         bins = _packed_bins(_items(sequences, packing, budget, world), budget, world)
     bins += [[]] * (-len(bins) % world)
-    return [bins[first : first + world] for first in range(0, len(bins), world)]
+    rounds = [bins[first : first + world] for first in range(0, len(bins), world)]
+    # Heaviest first within a round; every other round turns round, so that no rank is always the heaviest.
+    return [ranks[:: 1 if number % 2 == 0 else -1] for number, ranks in enumerate(rounds)]
 
 
 def _items(sequences: list[Sequence], packing: str, budget: int, world: int) -> list[Item]:
@@ -191,19 +193,28 @@ def _fill(items: list[Item], count: int, budget: int) -> list[list[Item]] | None
 
 
 def _padded_bins(sequences: list[Sequence], budget: int, world: int) -> list[list[Item]]:
-    """Rows of like length, padded to the longest of the bin: rows times length stays within the budget."""
-    bins: list[list[Item]] = []
-    longest = 0
-    for sequence in sorted(sequences, key=lambda sequence: -(sequence.prompt + sequence.length)):
-        if not bins or (len(bins[-1]) + 1) * longest > budget:
-            bins.append([])
-            longest = sequence.prompt + sequence.length
-        bins[-1].append(Item((sequence,)))
-    while len(bins) % world and (most := max(bins, key=len)) and len(most) > 1:
-        half = len(most) // 2
-        bins[bins.index(most)] = most[:half]
-        bins.append(most[half:])
+    """Rows of like length, padded to the longest of the bin: rows times length stays within the budget.
+
+    As many bins as the budget needs, up to a multiple of `world`; then the smallest budget that needs no more.
+    """
+    longest_first = [Item((s,)) for s in sorted(sequences, key=lambda s: -(s.prompt + s.length))]
+    count = len(_pad(longest_first, budget))
+    count = min(len(longest_first), count + -count % world)
+    low, high = longest_first[0].cost, max(budget, longest_first[0].cost)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_pad(longest_first, middle)) <= count else (middle + 1, high)
+    bins = _pad(longest_first, low)
     return sorted(bins, key=lambda items: -(len(items) * items[0].cost))
+
+
+def _pad(longest_first: list[Item], budget: int) -> list[list[Item]]:
+    bins: list[list[Item]] = []
+    for item in longest_first:
+        if not bins or (len(bins[-1]) + 1) * bins[-1][0].cost > budget:
+            bins.append([])
+        bins[-1].append(item)
+    return bins
 
 
 def _micro_batch(

@@ -25,15 +25,6 @@ LOGIT_BYTES = 256 * 2**20
 """Memory for float32 logits of one chunk of tokens; what does not fit is computed again in the backward pass."""
 
 
-def load_tokenizer(cfg: Model) -> Any:
-    """The tokenizer of `model.path`."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(
-        locate(cfg.path), revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
-    )
-
-
 def load_causal_lm(cfg: Model) -> nn.Module:
     """The model of `model.path` in `model.dtype`, from safetensors only, with every dropout off."""
     from transformers import AutoConfig, AutoModelForCausalLM

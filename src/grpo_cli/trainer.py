@@ -24,6 +24,7 @@ from grpo_cli.optimizer import ReplicatedAdamW, lr_at
 from grpo_cli.passes import Passes, decide_passes
 from grpo_cli.ranks import Ranks
 from grpo_cli.schema import Config
+from grpo_cli.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Policy:
         self.cfg, self.ranks = cfg, ranks
         self.total_steps = cfg.trainer.steps if total_steps is None else total_steps
         self.passes: Passes = decide_passes(cfg)
-        self.tokenizer = model.load_tokenizer(cfg.model)
+        self.tokenizer = load_tokenizer(cfg.model)
         self.version = 0
         self.nonfinite_steps = 0
         """Steps in a row, up to the last one, that were refused for a non-finite loss or gradient."""
