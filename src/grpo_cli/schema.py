@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 Dtype = Literal["bfloat16", "float32"]
 
@@ -124,9 +126,17 @@ class NumberTerm(_Term):
     name: Literal["number"]
 
 
+def _compilable(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise PydanticCustomError("regular_expression", "{reason}", {"reason": str(error)}) from error
+    return pattern
+
+
 class RegexTerm(_Term):
     name: Literal["regex"]
-    pattern: str
+    pattern: Annotated[str, AfterValidator(_compilable)]
     """Python regular expression; a completion scores 1 where it is found."""
 
 

@@ -59,6 +59,7 @@ _TYPES = {
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
+    "regular_expression": "a Python regular expression",
     "list_type": "a list",
     "dict_type": "a group of keys",
     "model_type": "a group of keys",
