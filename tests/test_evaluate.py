@@ -10,16 +10,15 @@ from itertools import combinations
 import pytest
 
 from grpo_cli import evaluate as module
-from grpo_cli.compose import compose
 from grpo_cli.evaluate import Outcome, due, evaluate, headline, measures, pass_at_k
 from grpo_cli.rollout.sampling import Sampling
-from grpo_cli.schema import parse
 from grpo_cli.signals import Interrupted
 from grpo_cli.types import Completion, Group, Prompt
+from tests.configs import make_config
 
 
 def config(*overrides: str):
-    return parse(compose(["experiment=smoke", *overrides]).config)
+    return make_config("experiment=smoke", *overrides)
 
 
 @pytest.mark.parametrize(("samples", "correct"), [(1, 0), (1, 1), (4, 0), (4, 1), (4, 3), (5, 2), (6, 6)])
@@ -103,7 +102,12 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def test_ranks_share_the_prompts_and_agree():
-    cfg = config("eval.samples=4", "eval.k=[1,4]", "eval.temperature=0.7", "reward.terms.0.weight=2.0")
+    cfg = config(
+        "eval.samples=4",
+        "eval.k=[1,4]",
+        "eval.temperature=0.7",
+        "reward.terms=[{name: regex, weight: 2.0, pattern: x}]",
+    )
     alone = Scripted()
     whole = evaluate(cfg, prompts(5), alone, alone, Rank(0, 1, []), step=3, version=1)
     assert whole["eval/avg@4"] == pytest.approx((0 + 1 + 2 + 3 + 4) / 4 / 5)  # 1.5 of 2 is not correct

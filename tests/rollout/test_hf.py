@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_cli.builtin import locate
-from grpo_cli.compose import compose
 from grpo_cli.errors import GuardStop
 from grpo_cli.ranks import Ranks
 from grpo_cli.rollout import make_rollout
 from grpo_cli.rollout.hf import HfRollout, stop_string_check, token_budget
 from grpo_cli.rollout.sampling import Sampling
-from grpo_cli.schema import parse
 from grpo_cli.signals import Interrupted
 from grpo_cli.types import Prompt
+from tests.configs import make_config
 
 RANKS = Ranks(0, 1, 0, torch.device("cpu"))
+
+
+@cache
+def load_tiny():
+    path = locate("builtin:tiny")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(path)
 
 
 class Policy:
     """A trainer reduced to what a rollout asks of it; `trained` are its own weights, `module` what generation sees."""
 
     def __init__(self):
-        path = locate("builtin:tiny")
-        self.module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.module, self.tokenizer = copy.deepcopy(load_tiny())
         self.device = torch.device("cpu")
         self.trained = self.module
         self.temperature = 1.0
@@ -59,7 +64,7 @@ def policy():
 
 
 def config(*overrides: str):
-    return parse(compose(["experiment=smoke", "rollout.num_generations=4", *overrides]).config)
+    return make_config("experiment=smoke", "rollout.num_generations=4", *overrides)
 
 
 def prompts(policy, *texts: str) -> list[tuple[str, Prompt]]:

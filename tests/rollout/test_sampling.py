@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_cli.compose import compose
 from grpo_cli.rollout.sampling import Sampling, completion_seed, eos_token_ids
-from grpo_cli.schema import parse
+from tests.configs import make_config
 
 
 def config(*overrides: str):
-    return parse(compose(["experiment=smoke", *overrides]).config)
+    return make_config("experiment=smoke", *overrides)
 
 
 def test_rollout_and_eval_sampling_come_from_their_sections():
