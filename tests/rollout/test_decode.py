@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from grpo_cli.rollout.decode import Decoded, Row, decode, plan_batches
 from grpo_cli.rollout.hf import uniforms
@@ -108,6 +108,50 @@ def test_tokens_do_not_depend_on_the_batch(model):
         for other in (together[row], backwards[row]):
             assert other.token_ids == alone.token_ids
             assert other.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
+TEMPLATED = [[9, 9, 8, 7, 6, *rest] for rest in ([5], [5, 4, 3], [1, 2], [5, 4, 3])]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shared"),
+    [(TEMPLATED, 5), (PROMPTS, 0), ([[4, 5, 6], [4, 5, 6]], 2), ([[4, 5], [4, 5, 6, 7]], 1), ([[4], [4, 5]], 0)],
+)
+def test_what_all_prompts_begin_with_is_run_once(model, prompts, shared):
+    seen: list[tuple[int, int]] = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    rows = [Row(prompt, index) for prompt in range(len(prompts)) for index in range(3)]
+    done = sampled(model, rows, prompts=prompts)
+    handle.remove()
+    longest = max(map(len, prompts))
+    first = [(1, shared)] if shared else []
+    assert seen[: len(first) + 1] == [*first, (len(prompts), longest - shared)]
+    for row, result in zip(rows, done, strict=True):
+        assert result.logprobs == pytest.approx(scored(model, prompts[row.prompt], result.token_ids), abs=1e-4)
+
+
+def test_windowed_layers_share_nothing_and_are_right():
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        sliding_window=4,
+        initializer_range=0.3,
+        pad_token_id=0,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    windowed = MistralForCausalLM(config).eval()
+    rows = [Row(prompt, index) for prompt in range(len(TEMPLATED)) for index in range(3)]
+    for row, result in zip(rows, sampled(windowed, rows, prompts=TEMPLATED), strict=True):
+        assert result.logprobs == pytest.approx(scored(windowed, TEMPLATED[row.prompt], result.token_ids), abs=1e-4)
 
 
 def test_any_eos_ends_and_is_kept():

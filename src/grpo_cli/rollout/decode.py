@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from grpo_cli.rollout.attention import grouped_decoding
 from grpo_cli.rollout.draw import draw
@@ -120,28 +121,54 @@ def _decode(
 
 
 def _prefill(model: Any, prompts: list[list[int]], rows: list[Row], max_new_tokens: int) -> _Alive:
-    """Run each prompt once, then give each of its rows a copy of its cache and of its last logits."""
+    """Run each prompt once, then give each of its rows a copy of its cache and of its last logits.
+
+    What all prompts begin with (a chat template, a system prompt, examples) is run a single time before that.
+    """
     device = next(model.parameters()).device
-    length_P = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    longest = int(length_P.max())
-    padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
-    ids_PL = torch.tensor(padded, dtype=torch.long, device=device)
-    column_L = torch.arange(longest + max_new_tokens, device=device)
-    pads_P1 = (longest - length_P).unsqueeze(1)
-    attended_PL = None if bool((length_P == longest).all()) else column_L >= pads_P1
-    position_PL = (column_L[:longest] - pads_P1).clamp(min=0)
     cache = DynamicCache(config=model.config)
-    mask_PL = None if attended_PL is None else attended_PL[:, :longest]
+    shared = _run_shared(model, prompts, cache)
+    rests = [prompt[shared:] for prompt in prompts]
+    length_P = torch.tensor([len(rest) for rest in rests], device=device)
+    longest = int(length_P.max())
+    padded = [[0] * (longest - len(rest)) + rest for rest in rests]
+    ids_PL = torch.tensor(padded, dtype=torch.long, device=device)
+    column_L = torch.arange(shared + longest + max_new_tokens, device=device) - shared
+    pads_P1 = (longest - length_P).unsqueeze(1)
+    attended_PL = None
+    if not bool((length_P == longest).all()):
+        attended_PL = (column_L < 0) | (column_L >= pads_P1)
+    position_PL = shared + (column_L[shared : shared + longest] - pads_P1).clamp(min=0)
+    mask_PL = None if attended_PL is None else attended_PL[:, : shared + longest]
     logits_PV = _forward(model, ids_PL, mask_PL, position_PL, cache)
     prompt_R = torch.tensor([row.prompt for row in rows], device=device)
     cache.reorder_cache(cast(torch.LongTensor, prompt_R))
     return _Alive(
         row_B=torch.arange(len(rows), device=device),
         attended_BL=None if attended_PL is None else attended_PL[prompt_R],
-        position_B=length_P[prompt_R],
+        position_B=shared + length_P[prompt_R],
         cache=cache,
         logits_BV=logits_PV[prompt_R],
     )
+
+
+def _run_shared(model: Any, prompts: list[list[int]], cache: DynamicCache) -> int:
+    """Run the tokens that all prompts begin with, once; the cache then has them for each prompt. Returns how many.
+
+    At least the last token of every prompt is left. Layers whose cache is a window or a state count columns, and the
+    padding behind the shared tokens would count with them: for those, nothing is shared.
+    """
+    if len(prompts) == 1 or any(type(layer) is not DynamicLayer for layer in cache.layers):
+        return 0
+    first, last = min(prompts), max(prompts)  # whatever these two share, those between them share too
+    limit = min(len(prompt) for prompt in prompts) - 1
+    shared = next((t for t in range(limit) if first[t] != last[t]), limit)
+    if shared:
+        device = next(model.parameters()).device
+        position_1L = torch.arange(shared, device=device).unsqueeze(0)
+        _forward(model, torch.tensor([first[:shared]], device=device), None, position_1L, cache)
+        cache.reorder_cache(cast(torch.LongTensor, torch.zeros(len(prompts), dtype=torch.long, device=device)))
+    return shared
 
 
 def _advance(model: Any, alive: _Alive, token_B: Tensor) -> None:
