@@ -110,7 +110,9 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None, now: datet
 
     `overrides` are Hydra's; `experiment=x` and `+experiment=x` are alike, and so for every optional group.
     `config_dir` adds a user's own groups and options. `now` is the time that `${now:...}` tells.
-    No environment variable is needed, and no state of Hydra is left behind.
+    Whatever their order on the command line, an experiment comes before a scale, which so has the last word.
+    `${share:0.2,WHOLE}` is a fraction of a count. No environment variable is needed, and no state of Hydra is left
+    behind.
     """
     shipped = conf_dir()
     dirs = [shipped] if config_dir is None else [shipped, config_dir.resolve()]
@@ -119,7 +121,8 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None, now: datet
     groups = read_groups(dirs)
     asked = read(overrides, groups)
     optional = groups.optional
-    choices = [f"{'+' * (group in optional)}{group}={option}" for group, option in asked.choices.items()]
+    chosen = sorted(asked.choices.items(), key=lambda choice: (*optional, choice[0]).index(choice[0]))
+    choices = [f"{'+' * (group in optional)}{group}={option}" for group, option in chosen]
     composed = Composed(
         None, asked.findings, [*choices, *(str(value.input_line) for value in asked.values)], asked.doubtful
     )
@@ -131,6 +134,7 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None, now: datet
         _apply(value, config, asked)
     stamp = now or datetime.now()
     OmegaConf.register_new_resolver("now", lambda pattern: stamp.strftime(pattern), replace=True)
+    OmegaConf.register_new_resolver("share", lambda fraction, whole: round(fraction * whole), replace=True)
     composed.copies = dict(_copies(config))
     _refuse_unresolved(config, shipped_values, asked)
     composed.config = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
