@@ -210,6 +210,16 @@ def test_json_has_the_derived_numbers(capsys):
     }
 
 
+def test_data_reads_the_rows_and_tells_their_mistakes_beside_the_configs(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1?", "answer": "2"}\n{"prompt": "2 + 2?", "answer"\n')
+    overrides = ["model=tiny", "reward=exact", "data=jsonl", f"data.train={rows}"]
+    assert errors(capsys, *overrides) == []
+    found = errors(capsys, "--data", *overrides, "trainer.lr=-1")
+    assert ("data_rows_valid", "data.train") in found
+    assert ("lr_positive", "trainer.lr") in found
+
+
 def test_explain_prints_the_long_reason(capsys):
     assert cli.main(["validate", "--explain", "kl_in_reward_needs_prev_logprobs"]) == 0
     assert "never computed" in capsys.readouterr().out

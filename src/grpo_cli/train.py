@@ -31,9 +31,9 @@ def run(loaded: Loaded) -> int:
     """
     show(loaded.warnings)
     config = loaded.require()
-    from grpo_cli.checks import start
+    from grpo_cli.checks.start import check
 
-    found = start.check(config)
+    found = check(config)
     show(finding for finding in found if finding.severity == "warning")
     if errors := [finding for finding in found if finding.severity == "error"]:
         raise ConfigError(errors)

@@ -27,9 +27,9 @@ def main(arguments: Sequence[str]) -> int:
     loaded = load(asked.overrides, "validate", asked.config_dir)
     findings = loaded.findings
     if asked.data and loaded.config is not None:
-        from grpo_cli.checks import start
+        from grpo_cli.checks.start import check_data
 
-        findings = [*findings, *start.check_data(loaded.config)]
+        findings = [*findings, *check_data(loaded.config)]
     errors = [finding for finding in findings if finding.severity == "error"]
     warnings = [finding for finding in findings if finding.severity == "warning"]
     if asked.json:

@@ -1,0 +1,141 @@
+"""Sweeps: which jobs there are, where they run, what a failing one does to the others. The launcher is a stand-in."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpo_cli import cli
+from grpo_cli.errors import GuardStop, RunError
+from grpo_cli.options import conf_dir, read_groups
+from grpo_cli.overrides import jobs
+
+GROUPS = read_groups([conf_dir()])
+
+
+@pytest.fixture
+def launcher(monkeypatch, tmp_path):
+    """Records what is launched; `outcome[n]`, an exit code or an exception, is what becomes of job n."""
+    monkeypatch.chdir(tmp_path)
+    launched, outcome = [], {}
+
+    def launch(config, run_dir):
+        launched.append((config, run_dir))
+        result = outcome.get(int(run_dir.name), 0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr("grpo_cli.launch.launch", launch)
+    monkeypatch.setattr("grpo_cli.checks.start.check", lambda config: [])
+    return launched, outcome
+
+
+def test_four_jobs_in_four_directories_in_order(launcher, capsys, tmp_path):
+    launched, _ = launcher
+    assert cli.main(["train", "-m", "+experiment=smoke", "loss=ppo_clip,dapo", "trainer.lr=1e-3,3e-3"]) == 0
+    seen = [(config["loss"]["name"], config["trainer"]["lr"]) for config, _ in launched]
+    assert seen == [("ppo_clip", 1e-3), ("ppo_clip", 3e-3), ("dapo", 1e-3), ("dapo", 3e-3)]
+    directories = [run_dir for _, run_dir in launched]
+    assert [directory.name for directory in directories] == ["0", "1", "2", "3"]
+    assert len({directory.parent for directory in directories}) == 1  # one time stamp for the sweep
+    assert directories[0].parent.parent == tmp_path / "runs" / "smoke"
+    assert all(config["run"]["dir"] == str(run_dir) for config, run_dir in launched)
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "Sweep of 4 jobs:"
+    assert out[2].startswith("  1: loss=ppo_clip trainer.lr=0.003 -> ")
+    assert out[-1] == "Sweep: 4 of 4 jobs done."
+
+
+def test_an_invalid_job_stops_no_other_and_says_why(launcher, capsys, tmp_path):
+    launched, _ = launcher
+    code = cli.main(["train", "-m", "+experiment=smoke", "run.dir=R", "rollout.num_generations=4,1,2"])
+    assert code == 2
+    assert [config["rollout"]["num_generations"] for config, _ in launched] == [4, 2]
+    state = json.loads((tmp_path / "R" / "1" / "run.json").read_text())
+    assert state["exit_code"] == 2
+    assert "group_advantage_needs_two_generations" in state["reason"]
+    captured = capsys.readouterr()
+    assert "Sweep: 2 of 3 jobs done." in captured.out
+    assert captured.out.splitlines()[-1].startswith("  exit 2: 1: rollout.num_generations=1")
+
+
+def test_every_failure_is_listed_and_a_failed_run_decides_the_code(launcher, capsys):
+    _, outcome = launcher
+    outcome.update({1: 3, 2: RunError("disk full"), 3: GuardStop("no signal")})
+    sweep = ["train", "-m", "+experiment=smoke", "run.dir=R", "run.seed=0,1,2,3", "trainer.lr=1e-3"]
+    assert cli.main(sweep) == 3
+    out = capsys.readouterr().out
+    assert "Sweep: 1 of 4 jobs done." in out
+    assert [line.strip().split(":")[0] for line in out.splitlines()[-3:]] == ["exit 3", "exit 1", "exit 3"]
+    assert "disk full" in out
+
+
+def test_config_errors_beside_a_failed_run_give_the_runs_code(launcher):
+    _, outcome = launcher
+    outcome[1] = 1
+    assert cli.main(["train", "-m", "+experiment=smoke", "run.dir=R", "rollout.num_generations=1,4"]) == 1
+
+
+def test_a_signal_ends_the_sweep(launcher, capsys):
+    launched, outcome = launcher
+    outcome[0] = 143
+    assert cli.main(["train", "-m", "+experiment=smoke", "run.dir=R", "run.seed=0,1,2"]) == 143
+    assert len(launched) == 1
+    assert capsys.readouterr().out.count("not started") == 2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.lr=1e-3,2e-3", "trainer.lr=3e-3,4e-3"],
+        ["trainer.lr=1e-3,2e-3", "trainer.lr=3e-3"],
+        [
+            "reward.overlong={max_tokens: 64, buffer_tokens: 8, penalty: 1},null",
+            "reward.overlong={max_tokens: 32, buffer_tokens: 8, penalty: 1},null",
+        ],
+        ["loss=gspo,dapo", "+loss=cispo"],
+    ],
+)
+def test_a_swept_key_given_twice_is_refused_before_any_job(launcher, overrides, capsys):
+    launched, _ = launcher
+    assert cli.main(["train", "-m", "+experiment=smoke", *overrides]) == 2
+    assert launched == []
+    assert "[config_composes]" in capsys.readouterr().err
+
+
+def test_an_override_that_does_not_parse_is_refused_before_any_job(launcher, capsys):
+    launched, _ = launcher
+    assert cli.main(["train", "-m", "run.dir=a=b,c", "run.seed=0,1"]) == 2
+    assert launched == []
+    assert "[override_parses]" in capsys.readouterr().err
+
+
+def test_hydras_own_keys_that_do_nothing_leave_the_sweep_alone(launcher):
+    launched, _ = launcher
+    overrides = ["+experiment=smoke", "rollout.num_generations=2,4", "hydra.verbose=true"]
+    assert cli.main(["train", "-m", *overrides]) == 0
+    assert len(launched) == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "values"),
+    [
+        ("loss=glob(g*)", ["loss=gmpo", "loss=gspo"]),
+        ("run.seed=range(0,3)", ["run.seed=0", "run.seed=1", "run.seed=2"]),
+        ("run.name=choice(a,b)", ["run.name=a", "run.name=b"]),
+        ("run.name='a#1','b,2'", ["run.name='a#1'", "run.name='b,2'"]),
+        ("trainer.betas=[0.9,0.99],[0.9,0.999]", ["trainer.betas=[0.9,0.99]", "trainer.betas=[0.9,0.999]"]),
+        ("+experiment=grpo,smoke", ["+experiment=grpo", "+experiment=smoke"]),
+    ],
+)
+def test_hydras_ways_to_write_a_sweep(override, values):
+    assert jobs([override], GROUPS) == ([[value] for value in values], [])
+
+
+@pytest.mark.parametrize("override", ["trainer.lr=interval(0,1)", "hydra.verbose=true,false", "loss=glob(zz*)"])
+def test_what_cannot_be_swept_is_refused(override):
+    combinations, findings = jobs([override], GROUPS)
+    assert combinations == []
+    assert findings[0].rule == "override_parses"
