@@ -64,3 +64,12 @@ class SignalStop(RuntimeError):
     def __init__(self, signum: int):
         self.signum = signum
         super().__init__(f"stopped by signal {signum}")
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a run that `error` ended."""
+    if isinstance(error, SignalStop):
+        return signal_exit_code(error.signum)
+    if isinstance(error, ConfigError):
+        return EXIT_USAGE
+    return EXIT_GUARD if isinstance(error, GuardStop) else EXIT_FAILED

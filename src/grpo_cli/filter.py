@@ -71,6 +71,11 @@ class Filter:
         self._empty_steps = 0
         self._rounds = 0
 
+    @property
+    def resamples(self) -> bool:
+        """Whether a step may generate more than once, so that steps and prompts are not proportional."""
+        return self.settings.max_rounds is not None
+
     def split(self, groups: list[Group]) -> tuple[list[Group], list[Group]]:
         """Kept and dropped groups, both in the order of `groups`; sets `group.dropped` on every one."""
         for group in groups:

@@ -13,14 +13,13 @@ from typing import NoReturn
 
 from .errors import (
     EXIT_FAILED,
-    EXIT_GUARD,
     EXIT_OK,
     EXIT_USAGE,
     ConfigError,
     GuardStop,
     RunError,
     SignalStop,
-    signal_exit_code,
+    exit_code_of,
 )
 from .rankfile import RankFile
 from .redact import redact
@@ -61,11 +60,8 @@ def _explain(error: BaseException, rank_file: RankFile) -> tuple[int, str]:
     """Exit code and sentence of what `work` raised."""
     if isinstance(error, Interrupted):
         error = SignalStop(stop.signum)
-    if isinstance(error, SignalStop):
-        return signal_exit_code(error.signum), str(error)
-    for kind, code in ((ConfigError, EXIT_USAGE), (GuardStop, EXIT_GUARD), (RunError, EXIT_FAILED)):
-        if isinstance(error, kind):
-            return code, str(error)
+    if isinstance(error, SignalStop | ConfigError | GuardStop | RunError):
+        return exit_code_of(error), str(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return EXIT_FAILED, f"The disk is full: {error.filename or error}."
     reason = f"{type(error).__name__}: {error}"
