@@ -57,6 +57,7 @@ def fix(*overrides: str) -> str:
         ("eval.k=[0]", "counts_in_range"),
         ("eval.k=[1,4]", "counts_in_range"),
         ("data.max_operand=0", "counts_in_range"),
+        ("data.max_operand=5", "counts_in_range"),
         ("+trainer.fp16=true", "key_known"),
         ("+trainer.train_batch_size=16", "key_known"),
         ("+loss.correction.cap=2", "key_known"),

@@ -130,7 +130,7 @@ def test_a_missing_package_is_named(monkeypatch):
 def test_reasoning_gym_needs_its_own_rows():
     pytest.importorskip("reasoning_gym")
     (finding,) = start_findings(reward_config({"name": "reasoning_gym"}), rows({"answer": "1"}))
-    assert finding.rule == "reasoning_gym_reward_needs_its_rows"
+    assert finding.rule == "data_has_keys"
     assert "d.jsonl:1" in finding.message
 
 

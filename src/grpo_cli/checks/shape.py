@@ -13,6 +13,7 @@ from grpo_cli.checks.engine import REMOVE, Broken, Changes, declare, lookup
 from grpo_cli.checks.keys import choices, closest_member, dotted, known_keys, members, nullable, tag, term_models
 from grpo_cli.checks.overrides import render
 from grpo_cli.checks.suggest import default_option, suggested_value
+from grpo_cli.data.arithmetic import misfit
 from grpo_cli.options import nearest
 from grpo_cli.schema import Config
 
@@ -170,10 +171,13 @@ class Shape:
             value = lookup(self.resolved, key)
             if isinstance(value, int | float) and value < bound and not self._blamed(key):
                 self.blame("counts_in_range", key, f"{key}={render(value)} is below {bound}.", {key: bound})
-        low, high = (lookup(self.resolved, f"data.{key}_operand") for key in ("min", "max"))
-        if isinstance(low, int) and isinstance(high, int) and high < low:
-            message = f"data.max_operand={high} is below data.min_operand={low}."
-            self.blame("counts_in_range", "data.max_operand", message, {"data.max_operand": low + 20})
+        sizes = [
+            lookup(self.resolved, f"data.{key}") for key in ("train_size", "eval_size", "min_operand", "max_operand")
+        ]
+        if all(type(size) is int for size in sizes) and sizes[0] >= 1 and sizes[1] >= 0:
+            wrong = misfit(*sizes)
+            if wrong is not None:
+                self.blame("counts_in_range", "data.max_operand", wrong[0], {"data.max_operand": wrong[1]})
         self._count_samples()
 
     def _count_samples(self) -> None:

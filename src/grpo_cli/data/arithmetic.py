@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import sys
 from collections.abc import Iterator
@@ -21,9 +22,11 @@ class ArithmeticRows:
     """
 
     def __init__(self, cfg: ArithmeticData, split: str):
-        findings = check_range(cfg)
-        if findings:
-            raise ConfigError(findings)
+        wrong = misfit(cfg.train_size, cfg.eval_size, cfg.min_operand, cfg.max_operand)
+        if wrong is not None:
+            message, mended = wrong
+            fix = f"data.max_operand={mended}"
+            raise ConfigError(Finding("counts_in_range", ("data.max_operand", "data.min_operand"), message, fix))
         self.cfg = cfg
         self.split = split
         low, high = cfg.min_operand, cfg.max_operand
@@ -57,26 +60,20 @@ def _others(generator: random.Random, total: int, taken: set[int], count: int) -
     return [pick for pick in drawn if pick not in taken][:count]
 
 
-def check_range(cfg: ArithmeticData) -> list[Finding]:
-    """Rule `arithmetic_range_holds_rows`: the operand range has as many problems as rows are asked for."""
-    width = cfg.max_operand - cfg.min_operand + 1
-    problems = max(0, width) ** 2
-    asked = cfg.train_size + cfg.eval_size
-    keys = ("data.train_size", "data.eval_size", "data.min_operand", "data.max_operand")
-    rule = "arithmetic_range_holds_rows"
-    if cfg.train_size < 1 or cfg.eval_size < 0:
-        message = f"data.train_size={cfg.train_size} and data.eval_size={cfg.eval_size} are no numbers of rows."
-        return [Finding(rule, keys, message, "data.train_size=300 data.eval_size=100")]
+def misfit(train_size: int, eval_size: int, low: int, high: int) -> tuple[str, int] | None:
+    """What is wrong with a range of operands, and the `data.max_operand` that mends it; None when the rows fit.
+
+    >>> misfit(300, 100, 1, 20) is None, misfit(301, 100, 1, 20)[1]
+    (True, 21)
+    """
+    asked = train_size + eval_size
+    mended = low + math.isqrt(max(0, asked - 1))  # the smallest width whose square holds them
+    if high < low:
+        return f"data.max_operand={high} is below data.min_operand={low}.", mended
+    problems = (high - low + 1) ** 2
     if problems > sys.maxsize:
-        message = f"Operands from {cfg.min_operand} to {cfg.max_operand} are too many to draw from."
-        return [Finding(rule, keys[2:], message, "data.min_operand=1 data.max_operand=1000000")]
+        return f"Operands from {low} to {high} are too many to draw from.", low + 10**6
     if problems >= asked:
-        return []
-    needed = 1
-    while needed**2 < asked:
-        needed += 1
-    message = (
-        f"data.train_size={cfg.train_size} + data.eval_size={cfg.eval_size} = {asked} rows, but operands from "
-        f"{cfg.min_operand} to {cfg.max_operand} give only {problems} problems."
-    )
-    return [Finding(rule, keys, message, f"data.max_operand={cfg.min_operand + needed - 1}")]
+        return None
+    rows = f"data.train_size={train_size} + data.eval_size={eval_size} = {asked} rows"
+    return f"{rows}, but operands from {low} to {high} give only {problems} problems.", mended

@@ -74,13 +74,13 @@ def parse_name(name: str, split: str) -> tuple[str, str | None, str]:
 
 
 def check_plain(identity: str, key: str) -> list[Finding]:
-    """Rules `dataset_script_refused` (a script in a local folder) and `data_package_installed`. Runs nothing."""
+    """A loading script in a local folder, or the package that is missing. Runs nothing."""
     folder = Path(identity)
     if identity.endswith(".py") or (folder / f"{folder.resolve().name}.py").is_file():
         message = f"{key}={identity} has a loading script, which is code from the data set's author."
         fix = f"{key} of a data set of plain files (parquet, JSON Lines, CSV)"
         return [Finding("dataset_script_refused", (key,), message, fix)]
     if importlib.util.find_spec("datasets") is None:
-        message = "data.name=hf needs the package datasets, which is not installed."
-        return [Finding("data_package_installed", ("data.name",), message, "pip install 'grpo[hf]'")]
+        message = f"{key}={identity} cannot be opened: data.name=hf needs the package datasets, which is not installed."
+        return [Finding("data_file_readable", (key, "data.name"), message, "pip install 'grpo[hf]'")]
     return []

@@ -57,10 +57,10 @@ class ReasoningGymRows:
 
 
 def check_task(cfg: ReasoningGymData) -> list[Finding]:
-    """Rules `data_package_installed` and `reasoning_gym_task_known`."""
+    """The package that is missing, or a task that it does not have."""
     if importlib.util.find_spec("reasoning_gym") is None:
         message = "data.name=reasoning_gym needs the package reasoning-gym, which is not installed."
-        return [Finding("data_package_installed", ("data.name",), message, "pip install 'grpo[reasoning_gym]'")]
+        return [Finding("data_file_readable", ("data.name",), message, "pip install 'grpo[reasoning_gym]'")]
     from reasoning_gym.factory import DATASETS
 
     if cfg.task in DATASETS:
@@ -69,4 +69,4 @@ def check_task(cfg: ReasoningGymData) -> list[Finding]:
 
     near = difflib.get_close_matches(cfg.task, DATASETS, n=3) or sorted(DATASETS)[:3]
     message = f"reasoning-gym has no task {cfg.task!r}; it has {len(DATASETS)} others."
-    return [Finding("reasoning_gym_task_known", ("data.task",), message, f"data.task={near[0]}")]
+    return [Finding("choice_known", ("data.task",), message, f"data.task={near[0]}")]

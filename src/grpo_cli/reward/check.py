@@ -115,7 +115,7 @@ class RewardCheck:
             return []
         message = f"reward term reasoning_gym scores rows that its package made; {self._not_gym} has no source_dataset."
         keys = ("reward.terms", "data.name")
-        return [Finding("reasoning_gym_reward_needs_its_rows", keys, message, "data=reasoning_gym, or another term")]
+        return [Finding("data_has_keys", keys, message, "data=reasoning_gym, or another term")]
 
     def _gold(self) -> list[Finding]:
         found = []
