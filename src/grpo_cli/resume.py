@@ -1,0 +1,198 @@
+"""What resuming would mean, told from files alone before anything is loaded: whole, plain, and of the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from . import manifest
+from .errors import Finding, RunError
+from .jsonio import read_json
+from .rundir import RunDir
+from .schema import Config
+
+AUTO, NEVER = "auto", "never"
+
+NEVER_COMPARED = ("run.dir", "trainer.resume", "trainer.allow_config_change")
+
+HARMLESS = (
+    *(
+        "run.name",
+        "logger.",
+        "eval.",
+        "replay.",
+        "data.eval",
+        "model.gradient_checkpointing",
+        "model.attn_implementation",
+    ),
+    *(
+        "reward.workers",
+        "filter.max_empty_steps",
+        "rollout.weight_sync",
+        "rollout.sync_tolerance",
+        "rollout.max_model_len",
+    ),
+    *("rollout.tensor_parallel_size", "rollout.gpu_memory_utilization", "rollout.sleep_level", "rollout.devices"),
+    *("rollout.server_url", "trainer.steps", "trainer.epochs", "trainer.micro_batch_tokens", "trainer.packing"),
+    *("trainer.zero_stage", "trainer.offload_optimizer", "trainer.offload_param", "trainer.nproc_per_node"),
+    *(
+        "trainer.nnodes",
+        "trainer.rdzv_endpoint",
+        "trainer.save_every",
+        "trainer.keep_checkpoints",
+        "trainer.eval_every",
+    ),
+    *("trainer.max_nonfinite_steps", "trainer.step_timeout_s"),
+)
+"""Keys (or sections) that change where, how fast or how long a run goes, not what it computes."""
+
+_ABSENT = "absent"
+
+
+def find(cfg: Config) -> Path | None:
+    """The checkpoint that `trainer.resume` means, by names and sizes; None: a fresh start. An explicit path is not
+    judged."""
+    if cfg.trainer.resume == NEVER:
+        return None
+    if cfg.trainer.resume != AUTO:
+        return Path(cfg.trainer.resume).expanduser()
+    for _, directory in manifest.newest_first(RunDir(cfg.run.dir).checkpoints):
+        if not manifest.quick_problems(directory):
+            return directory
+    return None
+
+
+def findings(cfg: Config, fingerprint: str | None = None) -> list[Finding]:
+    """The rules on the checkpoint that would be resumed; empty for a fresh start.
+
+    `fingerprint` is the hash of the training rows as `Data.fingerprint` gives it; None leaves the data to the start of
+    the workers. Reads the whole checkpoint where `trainer.resume` names it, for the hashes.
+    """
+    directory = find(cfg)
+    if directory is None:
+        return []
+    if cfg.trainer.resume != AUTO:
+        plain = list(_pickles(directory))
+        bad = manifest.quick_problems(directory) or manifest.hash_problems(directory)
+        if bad or plain:
+            return plain + ([_incomplete(directory, bad)] if bad else [])
+    return [*_other_run(cfg, directory, fingerprint), *_changes(cfg, directory)]
+
+
+def _incomplete(directory: Path, problems: list[str]) -> Finding:
+    older = [step for step, path in manifest.newest_first(directory.parent) if not manifest.quick_problems(path)]
+    whole = f" Whole ones beside it: steps {', '.join(map(str, sorted(older)))}." if older else ""
+    return Finding(
+        "resume_checkpoint_complete",
+        ("trainer.resume",),
+        f"trainer.resume={directory} cannot be used: {'; '.join(problems[:5])}.{whole}",
+        f"trainer.resume={directory.parent / manifest.directory_name(max(older))}" if older else "trainer.resume=auto",
+    )
+
+
+def _pickles(directory: Path) -> Iterator[Finding]:
+    bad = manifest.not_plain(directory)
+    if bad:
+        yield Finding(
+            "checkpoint_is_plain_data",
+            ("trainer.resume",),
+            f"trainer.resume={directory} holds what is not plain data: {'; '.join(bad[:5])}. Loading could run code.",
+            "trainer.resume=PATH of a checkpoint that grpo wrote, or trainer.resume=never.",
+        )
+
+
+def _other_run(cfg: Config, directory: Path, fingerprint: str | None) -> Iterator[Finding]:
+    saved = saved_config(directory)
+    before = saved.get("model", {}).get("path")
+    differing = [f"model.path: {before} -> {cfg.model.path}"] if before != cfg.model.path else []
+    keys = ["model.path"] if differing else []
+    rows = _saved_fingerprint(directory)
+    if fingerprint is not None and rows is not None and rows != fingerprint:
+        differing.append(f"content of data.train (SHA-256): {rows[:12]}… -> {fingerprint[:12]}…")
+        keys.append("data.train")
+    if differing:
+        yield Finding(
+            "resume_matches_run",
+            (*keys, "trainer.resume"),
+            f"{directory} belongs to another run: {'; '.join(differing)}.",
+            "Restore the listed keys and data, or trainer.resume=never with a new run.dir.",
+        )
+
+
+def _changes(cfg: Config, directory: Path) -> Iterator[Finding]:
+    """One finding for keys that change the mathematics (an error unless allowed), one warning for the others."""
+    changed = differences(saved_config(directory), cfg.model_dump())
+    changed.pop("model.path", None)
+    harmless = {key: values for key, values in changed.items() if _is_harmless(key)}
+    if _only_longer(harmless):
+        harmless.pop("trainer.steps")
+    weighty = {key: values for key, values in changed.items() if not _is_harmless(key)}
+    if weighty:
+        allowed = cfg.trainer.allow_config_change
+        yield Finding(
+            "resume_config_unchanged",
+            (*weighty, "trainer.allow_config_change"),
+            f"Keys that change the mathematics differ from {directory}: {_diff(weighty)}.",
+            "Restore the listed keys" + ("." if allowed else ", or trainer.allow_config_change=true."),
+            severity="warning" if allowed else "error",
+        )
+    if harmless:
+        yield Finding(
+            "resume_config_unchanged",
+            tuple(harmless),
+            f"Keys differ from {directory}: {_diff(harmless)}.",
+            "Restore the listed keys, if that was not meant.",
+            severity="warning",
+        )
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Key -> (saved value, value now) of every leaf that differs."""
+    before, after = dict(_leaves(saved)), dict(_leaves(now))
+    return {
+        key: (before.get(key, _ABSENT), after.get(key, _ABSENT))
+        for key in sorted({*before, *after})
+        if before.get(key, _ABSENT) != after.get(key, _ABSENT) and key not in NEVER_COMPARED
+    }
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and (value or not key):
+        for name, item in value.items():
+            yield from _leaves(item, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def _is_harmless(key: str) -> bool:
+    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in HARMLESS)
+
+
+def _only_longer(changed: Mapping[str, tuple[Any, Any]]) -> bool:
+    before, after = changed.get("trainer.steps", (None, None))
+    return isinstance(before, int) and isinstance(after, int) and after > before
+
+
+def _diff(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{key}: {_text(before)} -> {_text(after)}" for key, (before, after) in changed.items())
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def saved_config(directory: Path) -> dict[str, Any]:
+    """The resolved config that a checkpoint carries; empty where it cannot be read."""
+    try:
+        return RunDir(directory).read_config()
+    except RunError:
+        return {}
+
+
+def _saved_fingerprint(directory: Path) -> str | None:
+    state = read_json(directory / manifest.STATE)
+    try:
+        return state["run"]["source"]["data"]["fingerprint"]
+    except (KeyError, TypeError):
+        return None
