@@ -302,7 +302,8 @@ def _read_slices(directory: Path, zero: ZeroState, common: Mapping[str, Any]) ->
     with ExitStack() as opened, torch.no_grad():
         slices = _Slices(directory, opened)
         for piece in zero.held():
-            for kind, view in zero.tensors(piece).items():
-                assert kind == WEIGHT or kind in MOMENTS
+            views = zero.tensors(piece)
+            assert len(views) == (1 + len(MOMENTS) if steps else 1), piece.name
+            for kind, view in views.items():
                 slices.read(kind, piece.name, piece.start, view)
     zero.publish()

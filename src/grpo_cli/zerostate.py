@@ -97,12 +97,17 @@ class ZeroState:
         self.adam.state.clear()
         if steps == 0:
             return
-        for group in self.adam.param_groups:
-            for flat in group["params"]:
-                self.adam.state[flat] = {
-                    "step": torch.tensor(float(steps)),
-                    **{kind: torch.zeros_like(flat, memory_format=torch.preserve_format) for kind in MOMENTS},
-                }
+        for flat in self._flats():
+            self.adam.state[flat] = {
+                "step": torch.tensor(float(steps)),
+                **{kind: torch.zeros_like(flat, memory_format=torch.preserve_format) for kind in MOMENTS},
+            }
+
+    def _flats(self) -> list[Tensor]:
+        """The tensors that Adam's state is kept by. (Stage 3 takes them out of the parameter groups between steps.)"""
+        if self.stage == 0:
+            return [master for _, master in self._zero._pairs]
+        return self._zero.single_partition_of_fp32_groups if self.stage < 3 else self._zero.fp32_partitioned_groups_flat
 
     @torch.no_grad()
     def publish(self) -> None:
