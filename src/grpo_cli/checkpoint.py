@@ -243,7 +243,7 @@ def _problems(directory: Path, ranks: Ranks) -> list[str]:
     if quick:
         return quick
     found = ranks.gather(manifest.hash_problems(directory, ranks.rank, ranks.world))
-    return [problem for share in found for problem in share]
+    return [problem for share in found for problem in share] or ranks.gather(manifest.not_plain(directory))[0]
 
 
 def _restore_files(run_dir: RunDir, directory: Path, step: int) -> None:
@@ -307,3 +307,15 @@ def _read_slices(directory: Path, zero: ZeroState, common: Mapping[str, Any]) ->
             for kind, view in views.items():
                 slices.read(kind, piece.name, piece.start, view)
     zero.publish()
+
+
+def read_weights(directory: Path, lm: torch.nn.Module) -> None:
+    """Put the trained weights of a checkpoint into a model on the CPU, rounded to its type; `problems` come first."""
+    shapes = read_json(directory / STATE)["parameters"]
+    parameters = dict(lm.named_parameters())
+    with ExitStack() as opened, torch.no_grad():
+        slices = _Slices(directory, opened)
+        for name, shape in shapes.items():
+            whole = torch.empty(tuple(shape))
+            slices.read(WEIGHT, name, 0, whole.view(-1))
+            parameters[name].copy_(whole)

@@ -97,7 +97,7 @@ def append_line(path: Path, line: str) -> None:
         os.close(fd)
 
 
-def read_json(path: Path) -> Any | None:
+def read_json(path: Path) -> Any:
     """The value in `path`; None where the file is missing or is no JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))

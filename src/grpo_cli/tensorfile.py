@@ -59,7 +59,7 @@ class TensorWriter:
         flat = tensor.detach().reshape(-1)
         for start in range(0, flat.numel(), PIECE):
             piece = flat[start : start + PIECE].contiguous().cpu()
-            self._put(memoryview(piece.view(torch.uint8).numpy()))
+            self._put(piece.view(torch.uint8).numpy().data)
 
     def close(self) -> str:
         """Make the file durable; its SHA-256."""
