@@ -153,11 +153,11 @@ def test_due_before_during_and_after():
 
 def test_headline_says_how():
     metrics = {"eval/avg@1": 0.857, "eval/prompts_count": 100.0}
-    assert headline(config(), metrics) == "0.86 correct of 100 held-out problems (greedy)"
+    assert headline(config(), metrics) == "85.7 % of 100 held-out problems correct (greedy)"
     sampled = headline(
         config("eval.samples=4", "eval.temperature=0.7"), {"eval/avg@4": 0.5, "eval/prompts_count": 10.0}
     )
-    assert sampled == "0.50 correct of 10 held-out problems (4 samples each at 0.7)"
+    assert sampled == "50 % of 10 held-out problems correct (4 samples each at 0.7)"
 
 
 def test_importing_it_needs_neither_torch_nor_hydra():

@@ -158,13 +158,13 @@ def headline(cfg: Config, metrics: dict[str, float]) -> str:
     """One line for a person.
 
     >>> headline(cfg, {"eval/avg@1": 0.86, "eval/prompts_count": 100.0, ...})
-    '0.86 correct of 100 held-out problems (greedy)'
+    '86 % of 100 held-out problems correct (greedy)'
     """
     how = "greedy" if cfg.eval.temperature == 0 else f"{cfg.eval.samples} samples each at {cfg.eval.temperature:g}"
     share = metrics.get(f"eval/avg@{cfg.eval.samples}")
     if share is None:
         return "no held-out problem was evaluated"
-    return f"{share:.2f} correct of {metrics['eval/prompts_count']:.0f} held-out problems ({how})"
+    return f"{100 * share:.3g} % of {metrics['eval/prompts_count']:.0f} held-out problems correct ({how})"
 
 
 def _outcome(group: Group, cfg: Config) -> Outcome:
