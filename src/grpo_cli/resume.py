@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import manifest
-from .errors import Finding, RunError
+from .errors import ConfigError, Finding, RunError
 from .jsonio import read_json
 from .rundir import RunDir
 from .schema import Config
@@ -80,8 +80,17 @@ def findings(cfg: Config, fingerprint: str | None = None) -> list[Finding]:
     return [*_other_run(cfg, directory, fingerprint), *_changes(cfg, directory)]
 
 
+def require(cfg: Config, fingerprint: str) -> None:
+    """Raise ConfigError where the rows of the data are not those of the checkpoint; call it before weights are
+    loaded."""
+    errors = [finding for finding in findings(cfg, fingerprint) if finding.severity == "error"]
+    if errors:
+        raise ConfigError(errors)
+
+
 def _incomplete(directory: Path, problems: list[str]) -> Finding:
-    older = [step for step, path in manifest.newest_first(directory.parent) if not manifest.quick_problems(path)]
+    beside = [(step, path) for step, path in manifest.newest_first(directory.parent) if path != directory]
+    older = [step for step, path in beside if not manifest.quick_problems(path)]
     whole = f" Whole ones beside it: steps {', '.join(map(str, sorted(older)))}." if older else ""
     return Finding(
         "resume_checkpoint_complete",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_cli.checks.run import in_order
-from grpo_cli.checks.start import data, devices, engine, model, rundir
+from grpo_cli.checks.start import data, devices, engine, model, resume, rundir
 from grpo_cli.checks.start.report import Report
 from grpo_cli.errors import Finding
 from grpo_cli.schema import Config
@@ -19,6 +19,7 @@ _RUN: tuple[Callable[[Config, Report], Any], ...] = (
     devices.check,
     engine.check,
     rundir.check,
+    resume.check,
 )
 
 
@@ -31,7 +32,7 @@ def check(cfg: Config, command: str = "train") -> list[Finding]:
     tokenizer = model.check(cfg, report)
     data.check(cfg, tokenizer, report)
     for part in _RUN:
-        if part is not rundir.check or command == "train":
+        if part not in (rundir.check, resume.check) or command == "train":
             part(cfg, report)
     return in_order(report.findings)
 
