@@ -135,6 +135,20 @@ def test_topics(key, topic):
     assert report.topic(key) == topic
 
 
+def test_whole_quantities_come_before_their_details():
+    keys = ["rewards/exact/mean", "reward_std", "reward/error_count", "frac_reward_zero_std", "reward", "zzz", "loss"]
+    ordered = [
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "loss",
+        "zzz",
+        "reward/error_count",
+        "rewards/exact/mean",
+    ]
+    assert sorted(keys, key=report._rank) == ordered
+
+
 def test_long_lines_are_thinned_to_means():
     steps, values = thin(range(1, 3001), [float(step) for step in range(1, 3001)])
     assert len(steps) == len(values) == MAX_POINTS

@@ -49,13 +49,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run directory")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the page goes")
     asked = parser.read(arguments)
-    runs = read_runs(asked.runs)
-    output = asked.output or (asked.runs[0] if len(runs) == 1 else Path()) / "report.html"
-    if not output.parent.is_dir():
-        raise ConfigError(Finding("report_writable", ("--output",), f"{output.parent}: no such directory.", "-o FILE"))
-    write_lines(output, [redact(page(runs))])
+    output = asked.output or (asked.runs[0] if len(asked.runs) == 1 else Path()) / "report.html"
+    write_report(asked.runs, output)
     print(output)
     return EXIT_OK
+
+
+def write_report(runs: Sequence[Path], output: Path) -> None:
+    """The page about these run directories, whole or not at all; secrets of the environment are left out."""
+    text = redact(page(read_runs(runs)))
+    if not output.parent.is_dir():
+        raise ConfigError(Finding("report_writable", ("--output",), f"{output.parent}: no such directory.", "-o FILE"))
+    write_lines(output, [text])
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunView]:
@@ -172,7 +177,7 @@ def summary(runs: Sequence[RunView]) -> list[tuple[str, list[str]]]:
     ]
     keys = ["reward", *sorted({key for run in runs for key in metric_keys(run) if key.startswith("eval/avg@")})]
     table += [(f"{key}, first → last", [first_and_last(run, key) for run in runs]) for key in keys]
-    table += [(key, [_text(mean(run, key)) for run in runs]) for key in ("rollout/tokens_per_s", "time/step")]
+    table += [(key, [_text(mean(run, key)) for run in runs]) for key in ("rollout/tokens_per_s",)]
     return [(what, texts) for what, texts in table if any(texts)]
 
 
@@ -238,15 +243,17 @@ def plots(runs: Sequence[RunView]) -> list[tuple[str, list[tuple[str, str]]]]:
 
 def topic(key: str) -> str:
     """The heading under which a metric stands."""
-    word = key.partition("/")[0]
-    for name, words in TOPICS:
-        if word in words or any(word.startswith(f"{known}_") for known in words):
-            return name
-    return "Other"
+    return next((name for name, words in TOPICS if _known(key, words)), "Other")
 
 
-def _rank(key: str) -> tuple[int, str]:
-    """In the order of TOPICS' words, so that `reward` comes before `rewards/exact/mean`."""
+def _known(key: str, words: Sequence[str]) -> str | None:
+    """The word of `words` that the key begins with: `reward` for reward, reward/error_count and reward_std."""
+    first = key.partition("/")[0]
+    return next((word for word in words if first == word or first.startswith(f"{word}_")), None)
+
+
+def _rank(key: str) -> tuple[bool, int, str]:
+    """Whole quantities before their details, then in the order of TOPICS' words."""
     words = [word for _, words in TOPICS for word in words]
-    word = key.partition("/")[0]
-    return (words.index(word) if word in words else len(words), key)
+    known = _known(key, words)
+    return ("/" in key, len(words) if known is None else words.index(known), key)
