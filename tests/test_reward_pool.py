@@ -76,9 +76,8 @@ def wait_gone(pids: list[float], seconds: float = 5.0) -> bool:
 )
 def test_a_dead_or_late_worker_costs_its_request_only(term, text, metric):
     with scoring(term, timeout_s=0.7) as scorer:
-        groups = [asked("5", name, index=i) for i, name in enumerate(["pid", text, "pid", "x"])]
-        (((first,)), (lost,), (second,), (last,)) = values(scorer, groups, "f")
-        assert (lost, last) == (None, 1.0)
+        first, lost, second = (values(scorer, [asked("5", name)], "f")[0][0] for name in ["pid", text, "pid"])
+        assert lost is None
         assert first != second
         assert wait_gone([first])
         assert {key: count for key, count in scorer.metrics().items() if count} == {metric: 1.0}
@@ -96,6 +95,7 @@ def test_a_worker_that_dies_while_idle_is_replaced_without_loss(term):
 def test_close_leaves_no_process(term):
     with scoring(term, workers=2) as scorer:
         pids = [pid for (pid,) in values(scorer, [asked("5", "pid", index=i) for i in range(6)], "f")]
+        assert len(set(pids)) <= 2
         ((child,),) = values(scorer, [asked("5", "child")], "f")
         assert alive(child)
         scorer.close()

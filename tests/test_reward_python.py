@@ -75,7 +75,7 @@ def f{signature}:
 
 
 def test_a_column_that_a_row_lacks_is_none(tmp_path):
-    source = "def f(completions, level): return [0.0 if level == [None] else level[0]]"
+    source = "def f(completions, level): return [0.0 if value is None else value for value in level]"
     with scoring(python_term(tmp_path, source)) as scorer:
         groups = [asked("5", "a", level=2), asked("5", "a", index=1)]
         assert values(scorer, groups, "f") == [[2.0], [0.0]]
@@ -104,7 +104,20 @@ def test_a07_a_broken_contract_ends_the_run_whatever_on_error_says(tmp_path, ret
     with scoring(term, on_error=on_error) as scorer, pytest.raises(RunError) as caught:
         scorer.score([asked("5", *"abcdefgh")])
     assert str(caught.value).startswith(f"reward term f {message}")
-    assert "prompt row-0 (d.jsonl:1)" in str(caught.value)
+    assert "prompt row-0 (d.jsonl:1), step 7" in str(caught.value)
+
+
+def test_one_call_sees_every_group_in_order(tmp_path):
+    source = (
+        "def f(completions, answer, level): return [len(completions) * 10 + int(a) + l for a, l in zip(answer, level)]"
+    )
+    groups = [asked(str(i), *"ab", index=i, level=i / 10) for i in range(3)]
+    with scoring(python_term(tmp_path, source)) as scorer:
+        assert values(scorer, groups, "f") == [[60.0] * 2, [61.1] * 2, [62.2] * 2]
+    with scoring(python_term(tmp_path, source), workers=2) as scorer:  # shares of one and two groups
+        assert values(scorer, groups, "f") == [[20.0] * 2, [41.1] * 2, [42.2] * 2]
+    with scoring(python_term(tmp_path, source), workers=5) as scorer:
+        assert values(scorer, groups, "f") == [[20.0] * 2, [21.1] * 2, [22.2] * 2]
 
 
 @pytest.mark.parametrize(
@@ -139,11 +152,11 @@ def test_anything_returned_is_numbers_or_a_broken_contract(returned, count):
 
 
 STEPWISE = """
-calls = 0
+step = 0
 def f(completions):
-    global calls
-    calls += 1
-    return [1.0] * len(completions) if calls != 2 else [1.0, {value}, 0.0]
+    global step
+    step += 1
+    return [1.0] * 6 if step != 2 else [1.0, 1.0, 1.0, 1.0, {value}, 0.0]
 """
 
 
@@ -151,12 +164,15 @@ def f(completions):
 def test_a06_a_reward_that_is_not_finite_is_an_error_of_that_completion(tmp_path, value):
     term = python_term(tmp_path, STEPWISE.format(value=value))
     groups = [asked("5", *"abc", index=i) for i in range(2)]
-    with scoring(term) as scorer, pytest.raises(RunError) as caught:
+    with scoring(term) as scorer:
         scorer.score(groups)
+        with pytest.raises(RunError) as caught:
+            scorer.score(groups)
     message = str(caught.value)
     assert message.startswith("reward term f failed on prompt row-1 (d.jsonl:2), completion 1, step 7: returned ")
     assert "reward.on_error=unscored" in message
     with scoring(term, on_error="unscored") as scorer:
+        assert values(scorer, groups, "f") == [[1.0] * 3] * 2
         assert values(scorer, groups, "f") == [[1.0, 1.0, 1.0], [1.0, None, 0.0]]
         assert scorer.metrics()["reward/error_count"] == 1.0
         assert scorer.metrics()["reward/error_count"] == 0.0  # counts are those since the last call
@@ -177,11 +193,14 @@ def test_a15_an_exception_names_term_prompt_and_cause(tmp_path):
     groups = [asked("5", "a", "b", "c"), asked("5", "a", "b", index=1)]
     with scoring(term) as scorer, pytest.raises(RunError) as caught:
         scorer.score(groups)
-    assert "reward term f failed on prompt row-0" in str(caught.value)
+    assert "reward term f failed on prompt row-0 (d.jsonl:1) and 1 more, step 7: ValueError" in str(caught.value)
     assert "ValueError: no judge for c (f_term.py:3)" in str(caught.value)
     with scoring(term, on_error="unscored") as scorer:
-        assert values(scorer, groups, "f") == [[None, None, None], [1.0, 1.0]]
-        assert scorer.metrics()["reward/error_count"] == 3.0
+        assert values(scorer, groups, "f") == [[None] * 3, [None] * 2]
+        assert scorer.metrics()["reward/error_count"] == 5.0
+        assert values(scorer, groups[1:], "f") == [[1.0, 1.0]]
+    with scoring(term, on_error="unscored", workers=2) as scorer:  # a share of the groups each
+        assert values(scorer, groups, "f") == [[None] * 3, [1.0, 1.0]]
 
 
 @pytest.mark.parametrize("on_error", ["abort", "unscored"])
@@ -195,7 +214,8 @@ def f(completions):
 """
     groups = [asked("5", "sleep", "b"), asked("5", "a", "b", index=1)]
     with scoring(python_term(tmp_path, source), timeout_s=0.5, on_error=on_error) as scorer:
-        assert values(scorer, groups, "f") == [[None, None], [1.0, 1.0]]
+        assert values(scorer, groups[:1], "f") == [[None, None]]
+        assert values(scorer, groups[1:], "f") == [[1.0, 1.0]]
         assert scorer.metrics()["reward/timeout_count"] == 2.0
 
 
@@ -228,7 +248,8 @@ def f(completions):
 """
     with scoring(python_term(tmp_path, source)) as scorer:
         groups = [asked("5", "a", "b"), asked("5", "c", index=1)]
-        assert values(scorer, groups, "f") == [[2.0, 2.0], [3.0]]
+        assert values(scorer, groups[:1], "f") == [[2.0, 2.0]]
+        assert values(scorer, groups[1:], "f") == [[3.0]]
 
 
 def test_two_functions_of_one_name_are_told_apart_by_their_files(tmp_path):

@@ -177,7 +177,7 @@ class Reward(Section):
     on_error: Literal["abort", "unscored"]
     """What an exception or a wrong return does: end the run, or leave the completion unscored."""
     timeout_s: float | None
-    """Seconds that scoring one completion (python: one group) may take; longer is unscored."""
+    """Seconds that scoring one completion (python: one call) may take; longer is unscored."""
     workers: int
     """Processes that score."""
     overlong: Overlong | None

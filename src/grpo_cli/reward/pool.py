@@ -62,6 +62,8 @@ class Failure:
 
     kind: Literal["timeout", "died", "error", "contract"]
     reason: str
+    where: str = ""
+    """The prompts that one failed call was about; empty where it was about one completion."""
 
 
 Reply = list[float | None] | Failure
@@ -131,6 +133,7 @@ class Pool:
 
     def __init__(self, name: str, job: Job, workers: int, timeout_s: float):
         self.name = name
+        self.size = workers
         self._job = job
         self._timeout_s = timeout_s
         self._lock = threading.Lock()

@@ -62,7 +62,7 @@ def read_signature(path: str, function: str) -> Signature:
 
 
 def make(options: Mapping[str, Any]) -> Callable[[tuple[Mapping[str, list[Any]], int]], list[float | None]]:
-    """Loads the file; returns the scorer of a group: (keyword arguments, completions) in, a number or None each out."""
+    """Loads the file; returns the scorer: (keyword arguments, number of completions) in, a number or None each out."""
     path = Path(options["path"])
     spec = importlib.util.spec_from_file_location(f"grpo_reward_{path.stem}", path)
     assert spec is not None, path

@@ -7,7 +7,7 @@ from math import isfinite
 
 from grpo_cli.errors import ConfigError, Finding, RunError
 from grpo_cli.reward.pool import Failure
-from grpo_cli.reward.terms import InPlace, Outcome, PerCompletion, PerGroup, make_term
+from grpo_cli.reward.terms import Batched, InPlace, Outcome, PerCompletion, make_term
 from grpo_cli.schema import Config
 from grpo_cli.shaping import shape
 from grpo_cli.types import Group
@@ -31,7 +31,7 @@ class Scorer:
         self._overlong = cfg.reward.overlong
         self._counts: dict[str, float] = {}
         self._warned: set[tuple[str, str]] = set()
-        self._terms: dict[str, InPlace | PerCompletion | PerGroup] = {}
+        self._terms: dict[str, InPlace | PerCompletion | Batched] = {}
         try:
             for term, name in zip(cfg.reward.terms, cfg.reward.term_names, strict=True):
                 self._terms[name] = make_term(term, name, cfg)
@@ -76,7 +76,9 @@ class Scorer:
         return outcome
 
     def _failed(self, name: str, group: Group, index: int, failure: Failure) -> None:
-        where = f"prompt {group.prompt.prompt_id} ({group.prompt.source}), completion {index}, step {group.step}"
+        prompt = group.prompt
+        where = failure.where or f"prompt {prompt.prompt_id} ({prompt.source}), completion {index}"
+        where += f", step {group.step}"
         if failure.kind == "contract":
             raise RunError(f"reward term {name} {failure.reason} ({where}).")
         if failure.kind == "error" and self._abort:

@@ -1,14 +1,16 @@
-"""How each kind of term is run: in place, or by a pool of workers, a completion or a group at a time."""
+"""How each kind of term is run: in place, or by a pool of workers, a completion or a whole step at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from grpo_cli.reward import exact, number
 from grpo_cli.reward.pool import Failure, Job, Pool
-from grpo_cli.reward.python import BUILT_IN, Signature, read_signature
+from grpo_cli.reward.python import Signature, read_signature
 from grpo_cli.schema import Config, MathTerm, PythonTerm, ReasoningGymTerm, RegexTerm, Term
 from grpo_cli.types import Completion, Group, Prompt
 
@@ -54,8 +56,12 @@ def _single(reply: list[float | None] | Failure) -> Outcome:
     return reply if isinstance(reply, Failure) else reply[0]
 
 
-class PerGroup:
-    """A user's function: one call a group, so that it may compare completions and a failure costs no other group."""
+class Batched:
+    """A user's function: one call a step (of this rank and round), or with several workers one for each worker's share.
+
+    So it may compare completions, judge them all at once, and be given by step what a test has written down. A failure
+    of the call is a failure of each of its completions.
+    """
 
     def __init__(self, pool: Pool, signature: Signature, prompt_key: str):
         self._pool = pool
@@ -63,38 +69,54 @@ class PerGroup:
         self._prompt_key = prompt_key
 
     def score(self, groups: Sequence[Group]) -> list[list[Outcome]]:
-        """One outcome a completion, group by group; a failure stands for each completion of its group."""
-        replies = self._pool.run([self._request(group) for group in groups])
-        return [
-            [reply] * len(group.completions) if isinstance(reply, Failure) else list(reply)
-            for group, reply in zip(groups, replies, strict=True)
-        ]
+        """One outcome a completion, group by group."""
+        shares = _shares(groups, self._pool.size)
+        outcomes: list[list[Outcome]] = []
+        for share, reply in zip(shares, self._pool.run([self._request(share) for share in shares]), strict=True):
+            if isinstance(reply, Failure):
+                failure = replace(reply, where=_where(share))
+                outcomes += [[failure] * len(group.completions) for group in share]
+            else:
+                values = iter(reply)
+                outcomes += [[next(values) for _ in group.completions] for group in share]
+        return outcomes
 
     def close(self) -> None:
         self._pool.close()
 
-    def _request(self, group: Group) -> tuple[dict[str, list[Any]], int]:
-        prompt, count = group.prompt, len(group.completions)
-        built_in = {
-            "prompts": [prompt.row.get(self._prompt_key, prompt.text)] * count,
-            "completions": [completion.text for completion in group.completions],
-            "answer": [prompt.answer] * count,
-            "completion_ids": [completion.token_ids for completion in group.completions],
+    def _request(self, groups: Sequence[Group]) -> tuple[dict[str, list[Any]], int]:
+        pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
+        built_in: dict[str, list[Any]] = {
+            "prompts": [prompt.row.get(self._prompt_key, prompt.text) for prompt, _ in pairs],
+            "completions": [completion.text for _, completion in pairs],
+            "answer": [prompt.answer for prompt, _ in pairs],
+            "completion_ids": [completion.token_ids for _, completion in pairs],
         }
-        columns = {name: [value] * count for name, value in prompt.row.items() if name not in BUILT_IN}
-        available: dict[str, list[Any]] = {**columns, **built_in}
-        wanted = {name: available[name] for name in self._signature.wanted(list(available))}
-        absent = {name: [None] * count for name in self._signature.required if name not in available}
-        return {**wanted, **absent}, count
+        columns = {name for group in groups for name in group.prompt.row} - set(built_in)
+        wanted = self._signature.wanted(sorted(columns | set(self._signature.required) - set(built_in)))
+        arguments = {name: built_in[name] for name in self._signature.wanted(list(built_in))}
+        return {**{name: [prompt.row.get(name) for prompt, _ in pairs] for name in wanted}, **arguments}, len(pairs)
 
 
-def make_term(term: Term, name: str, cfg: Config) -> InPlace | PerCompletion | PerGroup:
+def _shares(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
+    """`groups` cut into at most `count` runs of nearly equal length, none empty."""
+    edges = [len(groups) * index // count for index in range(count + 1)]
+    return [groups[start:end] for start, end in pairwise(edges) if end > start]
+
+
+def _where(groups: Sequence[Group]) -> str:
+    """The prompts of one call, in words."""
+    first = f"prompt {groups[0].prompt.prompt_id} ({groups[0].prompt.source})"
+    return first if len(groups) == 1 else f"{first} and {len(groups) - 1} more"
+
+
+def make_term(term: Term, name: str, cfg: Config) -> InPlace | PerCompletion | Batched:
     """The runner of one term of the config. ValueError or OSError for a python term whose file cannot be read."""
     if isinstance(term, PythonTerm):
         path = str(Path(term.path).expanduser().resolve())
         signature = read_signature(path, term.function)
         options = {"path": path, "function": term.function}
-        return PerGroup(_pool(name, Job("python", options, None), cfg), signature, prompt_key(cfg))
+        return Batched(_pool(name, Job("python", options, None), cfg), signature, prompt_key(cfg))
     if isinstance(term, RegexTerm):
         job = Job("regex", {"pattern": term.pattern}, MEMORY_BYTES)
         return PerCompletion(_pool(name, job, cfg), lambda prompt, completion: completion.text)
