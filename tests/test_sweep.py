@@ -1,13 +1,20 @@
-"""Sweeps: which jobs there are, where they run, what a failing one does to the others. The launcher is a stand-in."""
+"""Sweeps: which jobs there are, where they run, what a failing one does to the others.
+
+The launcher is a stand-in, but for the last test, whose jobs are real.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from grpo_cli import cli
-from grpo_cli.errors import GuardStop, RunError
+from grpo_cli.errors import Finding, GuardStop, RunError
 from grpo_cli.options import conf_dir, read_groups
 from grpo_cli.overrides import jobs
 
@@ -61,15 +68,27 @@ def test_an_invalid_job_stops_no_other_and_says_why(launcher, capsys, tmp_path):
     assert captured.out.splitlines()[-1].startswith("  exit 2: 1: rollout.num_generations=1")
 
 
-def test_every_failure_is_listed_and_a_failed_run_decides_the_code(launcher, capsys):
+def test_every_failure_is_listed_and_a_failed_run_decides_the_code(launcher, capsys, tmp_path):
     _, outcome = launcher
-    outcome.update({1: 3, 2: RunError("disk full"), 3: GuardStop("no signal")})
-    sweep = ["train", "-m", "+experiment=smoke", "run.dir=R", "run.seed=0,1,2,3", "trainer.lr=1e-3"]
+    outcome.update({1: 3, 2: RunError("disk full"), 3: GuardStop("no signal"), 4: ZeroDivisionError("ours")})
+    sweep = ["train", "-m", "+experiment=smoke", "run.dir=R", "run.seed=range(0,6)", "trainer.lr=1e-3"]
     assert cli.main(sweep) == 3
-    out = capsys.readouterr().out
-    assert "Sweep: 1 of 4 jobs done." in out
-    assert [line.strip().split(":")[0] for line in out.splitlines()[-3:]] == ["exit 3", "exit 1", "exit 3"]
-    assert "disk full" in out
+    captured = capsys.readouterr()
+    assert "Sweep: 2 of 6 jobs done." in captured.out
+    lines = [line.strip().split(":")[0] for line in captured.out.splitlines()[-4:]]
+    assert lines == ["exit 3", "exit 1", "exit 3", "exit 1"]
+    assert "disk full" in captured.out
+    assert "Traceback" in captured.err  # of our own mistake only
+    assert json.loads((tmp_path / "R" / "2" / "run.json").read_text())["reason"] == "disk full"
+
+
+def test_the_run_json_of_another_run_is_left_alone(launcher, monkeypatch, tmp_path):
+    (tmp_path / "R" / "0").mkdir(parents=True)
+    (tmp_path / "R" / "0" / "run.json").write_text('{"status": "done"}')
+    fresh = Finding("run_dir_is_fresh", ("run.dir",), "It holds a run.", "trainer.resume=auto")
+    monkeypatch.setattr("grpo_cli.checks.start.check", lambda config: [fresh])
+    assert cli.main(["train", "-m", "+experiment=smoke", "run.dir=R", "run.seed=0,1"]) == 2
+    assert (tmp_path / "R" / "0" / "run.json").read_text() == '{"status": "done"}'
 
 
 def test_config_errors_beside_a_failed_run_give_the_runs_code(launcher):
@@ -139,3 +158,28 @@ def test_what_cannot_be_swept_is_refused(override):
     combinations, findings = jobs([override], GROUPS)
     assert combinations == []
     assert findings[0].rule == "override_parses"
+
+
+def _grpo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    source = str(Path(cli.__file__).resolve().parents[1])
+    env = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "grpo_cli.cli", *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
+def _numbers(run_dir: Path) -> list[dict]:
+    """What a run logged, without what the clock says."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if "time/" not in k and "_per_s" not in k} for row in rows]
+
+
+@pytest.mark.slow
+def test_real_jobs_around_an_invalid_one_leave_nothing_in_each_other(tmp_path):
+    common = ["+experiment=smoke", "trainer.steps=1", "trainer.prompts_per_step=4", "logger.console=plain"]
+    swept = _grpo(tmp_path, "train", "-m", *common, "run.dir=R", "rollout.num_generations=8,1,4")
+    assert swept.returncode == 2, swept.stderr
+    states = [json.loads((tmp_path / "R" / n / "run.json").read_text()) for n in "012"]
+    assert [(state["status"], state["exit_code"]) for state in states] == [("done", 0), ("refused", 2), ("done", 0)]
+    alone = _grpo(tmp_path, "train", *common, "run.dir=A", "rollout.num_generations=4")
+    assert alone.returncode == 0, alone.stderr
+    assert _numbers(tmp_path / "A") == _numbers(tmp_path / "R" / "2") != _numbers(tmp_path / "R" / "0")

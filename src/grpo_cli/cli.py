@@ -9,14 +9,13 @@ from collections.abc import Sequence
 
 from grpo_cli import __version__
 from grpo_cli.errors import (
-    EXIT_FAILED,
-    EXIT_GUARD,
     EXIT_OK,
     EXIT_USAGE,
     ConfigError,
     GuardStop,
     RunError,
     SignalStop,
+    exit_code_of,
     signal_exit_code,
 )
 from grpo_cli.options import nearest
@@ -51,12 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         show(error.findings)
         return EXIT_USAGE
-    except RunError as error:
-        return _say(error, EXIT_FAILED)
-    except GuardStop as error:
-        return _say(error, EXIT_GUARD)
-    except SignalStop as error:
-        return _say(error, signal_exit_code(error.signum))
+    except (RunError, GuardStop, SignalStop) as error:
+        return _say(error, exit_code_of(error))
     except KeyboardInterrupt:
         return signal_exit_code(_SIGINT)
     except BrokenPipeError:

@@ -10,6 +10,7 @@ that failed while running.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.compose import Loaded, load
-from grpo_cli.errors import EXIT_FAILED, EXIT_GUARD, EXIT_OK, EXIT_USAGE, ConfigError, GuardStop, RunError
+from grpo_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError, GuardStop, RunError, exit_code_of
 from grpo_cli.options import conf_dir, read_groups
 from grpo_cli.overrides import jobs
 from grpo_cli.rundir import RunDir
-from grpo_cli.terminal import one_line
+from grpo_cli.terminal import one_line, show
 from grpo_cli.train import run
 
 _SIGNALS_TO_THE_SWEEP = (129, 130, 143)
@@ -58,7 +59,7 @@ def sweep(overrides: Sequence[str], config_dir: Path | None = None) -> int:
         print(f"  {job.number}: {job.swept} -> {job.directory}{verdict}", flush=True)
     try:
         for job in planned:
-            print(f"Job {job.number} of 0..{len(planned) - 1}: {job.swept}", flush=True)
+            print(f"Job {job.number} ({job.number + 1} of {len(planned)}): {job.swept}", flush=True)
             _run(job)
             if job.exit_code in _SIGNALS_TO_THE_SWEEP:
                 break
@@ -88,13 +89,16 @@ def _run(job: Job) -> None:
         job.reason = RunDir(job.directory).state().get("reason")
         return
     except ConfigError as error:
+        show(error.findings)
         job.exit_code, job.reason = EXIT_USAGE, " ".join(finding.line() for finding in error.findings)
-    except RunError as error:
-        job.exit_code, job.reason = EXIT_FAILED, str(error)
-    except GuardStop as error:
-        job.exit_code, job.reason = EXIT_GUARD, str(error)
-    reason = one_line(job.reason)
-    print(f"Job {job.number} failed with exit code {job.exit_code}: {reason}", file=sys.stderr, flush=True)
+        if any(finding.rule == "run_dir_is_fresh" for finding in error.findings):
+            return  # the run.json there is another run's
+    except (RunError, GuardStop) as error:
+        job.exit_code, job.reason = exit_code_of(error), str(error)
+        print(f"error: {one_line(job.reason)}", file=sys.stderr, flush=True)
+    except Exception as error:  # a mistake of ours, which must not cost the other jobs
+        traceback.print_exc()
+        job.exit_code, job.reason = EXIT_FAILED, f"{type(error).__name__}: {error}"
     _record(job)
 
 
