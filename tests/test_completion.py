@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from grpo_cli import completion
+from grpo_cli import cli, completion
+from grpo_cli.cli import COMMANDS
 from grpo_cli.completion import candidates
 
 SOURCE = str(Path(completion.__file__).resolve().parents[1])
@@ -49,6 +52,16 @@ def test_groups_and_sections_after_the_subcommand():
     offered = candidates("grpo train ")
     assert {"loss=", "loss.", "experiment=", "trainer.", "model="} <= set(offered)
     assert "trainer=" not in offered
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if find_spec(COMMANDS[command])])
+def test_the_flags_are_those_of_the_commands_help(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--help"])
+    assert end.value.code == 0
+    usage = capsys.readouterr().out.partition("options:")[2].partition("\n\n")[0]
+    flags = set(re.findall(r"(?<=[ ,])--?[a-z][a-z-]*", usage)) - {"-h"}
+    assert flags == set(completion.FLAGS[command])
 
 
 def test_a_users_own_options_are_offered(tmp_path):

@@ -32,14 +32,17 @@ complete -o nospace -o default -F _grpo_completion grpo
 """
 
 _CONFIGURED = ("train", "validate", "plan", "replay", "eval", "doctor")
-_FLAGS = {
+FLAGS = {
     "train": ("-m", "--multirun", "--config-dir", "--help"),
     "validate": ("--json", "--data", "--explain", "--config-dir", "--help"),
     "plan": ("--json", "--config-dir", "--help"),
     "replay": ("--json", "--config-dir", "--help"),
-    "eval": ("--config-dir", "--help"),
+    "eval": ("--json", "--config-dir", "--help"),
+    "report": ("-o", "--output", "--help"),
     "doctor": ("--json", "--help"),
     "export": ("--step", "--help"),
+    "status": ("--json", "--help"),
+    "completion": ("--help",),
 }
 _PATH_KEYS = ("run.dir", "model.path", "data.train", "data.eval", "data.chat_template", "trainer.resume")
 
@@ -74,7 +77,7 @@ def candidates(line: str) -> list[str]:
         return [f"{command} " for command in COMMANDS if command.startswith(word)]
     command, before = words[1], words[2:-1]
     if word.startswith("-"):
-        return [f"{flag} " for flag in _FLAGS.get(command, ("--help",)) if flag.startswith(word)]
+        return [f"{flag} " for flag in FLAGS.get(command, ()) if flag.startswith(word)]
     if command not in _CONFIGURED or before[-1:] in (["--config-dir"], ["--explain"]):
         return []
     if command == "replay" and all("=" in word or word.startswith("-") for word in before):
