@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from rewards import asked, python_term, scoring, values
 
 from grpo_cli.reward.pool import Failure, Job, Pool
+from grpo_cli.signals import Interrupted, Stop
 
 SOURCE = """
 import os, signal, subprocess, sys, time
@@ -92,6 +94,21 @@ def test_a_worker_that_dies_while_idle_is_replaced_without_loss(term):
         assert not any(scorer.metrics().values())
 
 
+def test_an_interrupted_call_leaves_nothing_to_the_next(term, monkeypatch):
+    """The run is told to stop in the middle of a call: it ends at once, and its late reply answers no later call."""
+    told = Stop()
+    monkeypatch.setattr("grpo_cli.reward.pool.stop", told)
+    with scoring(term) as scorer:
+        assert values(scorer, [asked("5", "x")], "f") == [[1.0]]
+        threading.Timer(0.3, lambda: setattr(told, "_signum", 15)).start()
+        before = time.monotonic()
+        with pytest.raises(Interrupted):
+            scorer.score([asked("5", "spin")])
+        assert time.monotonic() - before < 5.0
+        told._signum = 0
+        assert values(scorer, [asked("5", "x", "y", "z")], "f") == [[1.0, 1.0, 1.0]]
+
+
 def test_close_leaves_no_process(term):
     with scoring(term, workers=2) as scorer:
         pids = [pid for (pid,) in values(scorer, [asked("5", "pid", index=i) for i in range(6)], "f")]
@@ -113,6 +130,7 @@ def test_a_late_worker_takes_its_children_with_it(term):
 def test_workers_die_with_a_trainer_that_is_killed(term, tmp_path):
     code = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+from grpo_cli.signals import Interrupted, Stop
 from rewards import asked, reward_config, values
 from grpo_cli.reward import make_scorer
 scorer = make_scorer(reward_config({term!r}, workers=2))

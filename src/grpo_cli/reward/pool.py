@@ -26,12 +26,16 @@ from typing import Any, Literal
 import grpo_cli
 from grpo_cli.errors import RunError
 from grpo_cli.reward.worker import receive_frame, send_frame
+from grpo_cli.signals import stop
 
 START_S = 120.0
 """Seconds for a worker's imports: a user's file may load a reward model."""
 CLOSE_S = 1.0
 """Seconds that workers get to end by themselves when their sockets close."""
+LOOK_S = 0.2
+"""Seconds between two looks at whether the run was told to stop."""
 REPLY_BYTES = 64 << 20
+"""Longest reply that is read."""
 KEPT = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH", "OPENBLAS_CORETYPE")
 """Environment of a worker that grades model text: these, and nothing secret."""
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN", "VLLM_API_KEY")
@@ -141,20 +145,28 @@ class Pool:
 
     def run(self, requests: Sequence[Any]) -> list[Reply]:
         """The reply to each request, in their order. RunError when a worker cannot even start."""
-        replies: dict[int, Reply] = {}
-        waiting = deque(range(len(requests)))
         with self._lock:
             assert self._workers, "the pool is closed"
-            while len(replies) < len(requests):
-                for worker in list(self._workers):
-                    if worker.ready and worker.task is None and waiting:
-                        self._assign(worker, waiting, requests)
-                busy = [worker for worker in self._workers if worker.task is not None or not worker.ready]
-                for worker in self._wait(busy):
-                    task = worker.task
-                    reply = self._collect(worker)
-                    if task is not None and reply is not None:
-                        replies[task] = reply
+            try:
+                return self._run(requests)
+            except BaseException:  # told to stop, perhaps: no later call may find a reply to this one
+                for worker in [worker for worker in self._workers if worker.task is not None or not worker.ready]:
+                    self._replace(worker)
+                raise
+
+    def _run(self, requests: Sequence[Any]) -> list[Reply]:
+        replies: dict[int, Reply] = {}
+        waiting = deque(range(len(requests)))
+        while len(replies) < len(requests):
+            for worker in list(self._workers):
+                if worker.ready and worker.task is None and waiting:
+                    self._assign(worker, waiting, requests)
+            busy = [worker for worker in self._workers if worker.task is not None or not worker.ready]
+            for worker in self._wait(busy):
+                task = worker.task
+                reply = self._collect(worker)
+                if task is not None and reply is not None:
+                    replies[task] = reply
         return [replies[index] for index in range(len(requests))]
 
     def close(self) -> None:
@@ -177,12 +189,16 @@ class Pool:
             self._replace(worker)
 
     def _wait(self, busy: list[_Worker]) -> list[_Worker]:
-        """Workers that have replied, died or run out of time."""
+        """Workers that have replied, died or run out of time; none where nothing happened for a while.
+
+        Raises Interrupted once the run was told to stop.
+        """
+        stop.check()
         with selectors.DefaultSelector() as selector:
             for worker in busy:
                 selector.register(worker, selectors.EVENT_READ)
             nearest = min(worker.deadline for worker in busy)
-            events = selector.select(max(0.0, nearest - time.monotonic()))
+            events = selector.select(min(LOOK_S, max(0.0, nearest - time.monotonic())))
         ready = {id(key.fileobj) for key, _ in events}
         now = time.monotonic()
         return [worker for worker in busy if id(worker) in ready or worker.deadline <= now]

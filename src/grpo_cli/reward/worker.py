@@ -6,20 +6,19 @@ been taken over by what it ran, so the trainer unpickles nothing from it).
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import pickle
 import resource
-import signal
 import socket
 import struct
 import sys
 from importlib import import_module
 from typing import Any
 
+from grpo_cli.signals import die_with_parent
+
 LENGTH = struct.Struct("!Q")
-PR_SET_PDEATHSIG = 1
 
 
 def send_frame(connection: socket.socket, payload: bytes) -> None:
@@ -48,9 +47,7 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 def main() -> None:
     """Arguments: file descriptor of the socket, process id of the trainer, bytes of memory (0: no limit)."""
     descriptor, parent, memory = map(int, sys.argv[-3:])
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
+    die_with_parent(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
