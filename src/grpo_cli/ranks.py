@@ -75,6 +75,7 @@ def start(timeout_s: float = 1800.0) -> Ranks:
         device, backend = torch.device("cpu"), "gloo"
         if local_world > 1:
             pin(local_rank, local_world)
+    os.environ.setdefault("DS_ACCELERATOR", device.type)  # DeepSpeed would guess, and say so on the console
     if not dist.is_initialized():
         store = dist.HashStore() if world == 1 else None
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NoReturn
@@ -63,10 +63,17 @@ def train(run: Run, done: int) -> str:
         batch = pack(groups.kept, run.cfg, run.ranks)
         stats = run.policy.add_logprobs(batch)
         stats |= run.policy.update(batch, step)
-        stats |= run.source.sync(run.policy, step)
         if run.cfg.logger.dump_rollouts:
             write_back(batch, run.ranks)
-        finish(run, step, groups, groups.metrics | stats)
+        try:
+            stats |= run.source.sync(run.policy, step)
+            stats |= held_out(run, step)
+        finally:  # also where the sync check ends the run
+            record(run, step, groups, groups.metrics | stats)
+        trained = stats["updates/applied_count"] > 0
+        run.filter.end_step(groups.kept, groups.dropped, trained)
+        run.policy.raise_if_nonfinite(step)
+        save_or_stop(run, step)
     return f"All {run.last_step} steps are done."
 
 
@@ -81,34 +88,37 @@ def generate(run: Run, step: int) -> StepGroups | None:
         raise SignalStop(stop_signal(run)) from None
 
 
-def finish(run: Run, step: int, groups: StepGroups, metrics: dict[str, float]) -> None:
-    """Write down what the step did, then end the run where a guard or a signal says so."""
-    trained = metrics["updates/applied_count"] > 0
-    stop.rank_file.beat(step, "finish")
-    if evaluate.due(run.cfg, step, run.last_step):
-        with suppress(Interrupted):  # the stop is acted on below, when the step is written down
-            metrics |= hold_out(run, step)
+def held_out(run: Run, step: int) -> dict[str, float]:
+    """Accuracy on the held-out prompts after `step` steps, where it is due; a signal skips it."""
+    if not evaluate.due(run.cfg, step, run.last_step):
+        return {}
+    stop.rank_file.beat(step, "evaluation")
+    prompts = run.data.eval_prompts(run.cfg.eval.limit)
+    try:
+        metrics = evaluate.evaluate(run.cfg, prompts, run.rollout, run.scorer, run.ranks, step, step)
+    except Interrupted:
+        return {}
+    run.logger.note(f"After step {step}: {evaluate.headline(run.cfg, metrics)}.")
+    return metrics
+
+
+def record(run: Run, step: int, groups: StepGroups, metrics: dict[str, float]) -> None:
+    """Write down what the step did."""
+    stop.rank_file.beat(step, "record")
     if run.ranks.first:
         ledger.append(run.dir, step, groups.kept, groups.dropped, run.data)
         if run.cfg.logger.dump_rollouts:
             run.dir.dump_rollouts(step, [*groups.kept, *groups.dropped])
     run.logger.log(step, metrics)
-    run.filter.end_step(groups.kept, groups.dropped, trained)
-    run.policy.raise_if_nonfinite(step)
+
+
+def save_or_stop(run: Run, step: int) -> None:
+    """A checkpoint where it is due; where any rank was told to stop, a checkpoint and the end."""
     signum = stop_signal(run)
     if signum or checkpoint.due(run.cfg, step, run.last_step):
         save(run, step, run.source.state())
     if signum:
         raise SignalStop(signum)
-
-
-def hold_out(run: Run, step: int) -> dict[str, float]:
-    """Held-out accuracy after `step` steps."""
-    stop.rank_file.beat(step, "evaluation")
-    prompts = run.data.eval_prompts(run.cfg.eval.limit)
-    metrics = evaluate.evaluate(run.cfg, prompts, run.rollout, run.scorer, run.ranks, step, step)
-    run.logger.note(f"After step {step}: {evaluate.headline(run.cfg, metrics)}.")
-    return metrics
 
 
 def stop_signal(run: Run) -> int:
@@ -156,8 +166,8 @@ def start_to_end(run: Run, done: int) -> str:
     for note in run.data.notes:
         run.logger.note(note)
     run.source.sync(run.policy, done)
-    if done == 0 and evaluate.due(run.cfg, 0, run.last_step):
-        run.logger.log(0, hold_out(run, 0))
+    if done == 0 and (before := held_out(run, 0)):
+        run.logger.log(0, before)
     run.ranks.barrier()
     stop.arm()
     how = train(run, done)
