@@ -50,7 +50,7 @@ def state(run_dir: Path) -> dict:
 
 
 def scripted_term(directory: Path, table: list[list[float]]) -> str:
-    """Override of reward.terms: the n-th group gets the n-th list (one worker, so one after the other)."""
+    """Override of reward.terms: in the n-th step, the 8 completions get the n-th list."""
     path = directory / "scripted.py"
     path.write_text(REWARDS.format(table=table))
     return f"reward.terms=[{{name: python, weight: 1.0, path: {path}, function: scripted}}]"
@@ -60,7 +60,7 @@ def scripted_term(directory: Path, table: list[list[float]]) -> str:
 def scripted(tmp_path_factory) -> Path:
     """A run of three steps whose rewards are known: step 2 has no signal at all."""
     home = tmp_path_factory.mktemp("scripted")
-    table = [[1, 0, 0, 0], [1, 1, 1, 1], [0.1] * 4, [0.1] * 4, [1, 1, 0, 0], [0, 0, 0, 1]]
+    table = [[1, 0, 0, 0, 1, 1, 1, 1], [0.1] * 8, [1, 1, 0, 0, 0, 0, 0, 1]]
     done = train(home / "run", scripted_term(home, table), "trainer.steps=3")
     assert done.returncode == 0, done.stdout
     return home / "run"
@@ -126,7 +126,7 @@ def test_every_logged_key_is_described(scripted):
 
 
 def test_no_signal_for_too_long_ends_with_a_guard(tmp_path):
-    term = scripted_term(tmp_path, [[0.3] * 4])
+    term = scripted_term(tmp_path, [[0.3] * 8])
     done = train(tmp_path / "run", term, "filter=dynamic_sampling", "filter.max_rounds=2", "filter.max_empty_steps=2")
     assert done.returncode == 3, done.stdout
     told = state(tmp_path / "run")
@@ -137,8 +137,8 @@ def test_no_signal_for_too_long_ends_with_a_guard(tmp_path):
 
 
 def test_a_non_finite_loss_is_never_applied_and_stays_visible(tmp_path):
-    # 1e300 is a finite reward, but no float32 holds its loss; without a deviation to divide by it stays that large.
-    term = scripted_term(tmp_path, [[1, 0, 0, 0], [1, 1, 0, 0], [1e300, 0, 0, 0], [1, 0, 0, 0]])
+    # 1e100 is a finite reward, but no float32 holds its loss; without a deviation to divide by it stays that large.
+    term = scripted_term(tmp_path, [[1, 0, 0, 0, 1, 1, 0, 0], [1e100, 0, 0, 0, 1, 0, 0, 0]])
     done = train(tmp_path / "run", term, "advantage=dr_grpo", "trainer.steps=4", "trainer.max_nonfinite_steps=1")
     assert done.returncode == 3, done.stdout
     first, second = rows(tmp_path / "run")

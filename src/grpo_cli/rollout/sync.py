@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ def check_sync(
     once, only after a gap was found and before the first `weight_gap`.
 
     Returns `{"sync/logprob_gap_max": nats}`. Raises GuardStop beyond `tolerance` (a gap that is not a number is beyond
-    it), naming the families of tensors that differ.
+    it), naming the families of tensors that differ, and where the policy's own logprobs are not finite.
     """
     prompt_ids, completion_ids = probe_tokens(policy.tokenizer)
     trainer = policy.score(prompt_ids, completion_ids)
@@ -48,6 +49,11 @@ def check_sync(
     gap = largest(ranks.gather(logprob_gap(engine, trainer)))
     if gap <= tolerance:
         return {"sync/logprob_gap_max": gap}
+    if not all(map(math.isfinite, trainer)):  # the same on every rank, as the weights are
+        raise GuardStop(
+            "The policy itself gives logprobs that are not finite: its weights have diverged. Try a lower trainer.lr, "
+            "or a trainer.max_grad_norm; the last checkpoint is from before."
+        )
     if before_reading is not None:
         before_reading()
     found = ranks.gather(_differing_families(policy, weight_gap))
