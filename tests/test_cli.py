@@ -239,6 +239,7 @@ def test_an_empty_environment_is_enough(tmp_path):
         ("+rolout.num_generations=2", "key_known", "rolout.num_generations", "rollout.num_generations"),
         ("+trainer.lrr=1", "key_known", "trainer.lrr", "trainer.lr"),
         ("++trainer.lrr=1", "key_known", "trainer.lrr", "trainer.lr"),
+        ("+x.y=inf", "key_known", "x.y", "~x"),
         ("los=gspo", "key_known", "los", "loss=gspo"),
         ("run.name=???", "value_given", "run.name", "run.name=grpo"),
         ("filter=dynamc_sampling", "option_known", "filter", "filter=dynamic_sampling"),

@@ -106,6 +106,8 @@ class Shape:
 
     def _leaves(self) -> None:
         for key, value in _walk(self.resolved):
+            if key.partition(".")[0] not in Config.model_fields:
+                continue  # an unknown group: `key_known` says so
             if value == "???":
                 self.blame("value_given", key, f"{key} has no value (???).", *self._suggest(key))
             elif isinstance(value, float) and not math.isfinite(value):
