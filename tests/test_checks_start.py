@@ -11,9 +11,10 @@ from check_helpers import config_of, with_values
 from grpo_cli.builtin import locate
 from grpo_cli.checks import RULES, check, start
 from grpo_cli.checks.overrides import read_first
-from grpo_cli.checks.start import devices, engine, model, rundir
+from grpo_cli.checks.start import devices, engine, model, resume, rundir
 from grpo_cli.checks.start.report import Report
 from grpo_cli.compose import absolute
+from grpo_cli.rundir import RunDir
 from grpo_cli.schema import Config
 
 LORA = ["model.lora={rank:4,alpha:8.0,dropout:0.0,target_modules:[q_proj,v_proj]}"]
@@ -202,3 +203,28 @@ def test_run_dir_has_room(make, monkeypatch):
     assert found_by(rundir.check, make("trainer.keep_checkpoints=3")) == []
     assert fix_of(rundir.check, make("trainer.keep_checkpoints=4")).startswith("trainer.keep_checkpoints=3, or")
     assert found_by(rundir.check, make("trainer.keep_checkpoints=null")) == []
+
+
+def test_run_dir_is_fresh(make):
+    cfg = make("trainer.resume=never")
+    home = RunDir(cfg.run.dir)
+    assert found_by(resume.check, cfg) == []
+    home.path.mkdir()
+    home.state_path.write_text("{}")
+    assert found_by(resume.check, make("trainer.resume=auto")) == []
+    assert found_by(resume.check, cfg) == [("run_dir_is_fresh", "error", "trainer.resume")]
+    assert fix_of(resume.check, cfg).startswith("trainer.resume=auto, or ")
+    home.lock()
+    try:
+        assert found_by(resume.check, make("trainer.resume=auto")) == [("run_dir_is_fresh", "error", "run.dir")]
+    finally:
+        home.unlock()
+    assert found_by(resume.check, make("trainer.resume=auto")) == []
+
+
+def test_a_checkpoint_that_is_not_whole_is_refused_before_weights(make, tmp_path):
+    (tmp_path / "step_000004").mkdir()
+    (tmp_path / "step_000004" / "state.json").write_text("{}")
+    cfg = make(f"trainer.resume={tmp_path}/step_000004")
+    assert [finding.rule for finding in start.check(cfg)] == ["resume_checkpoint_complete"]
+    assert start.check(cfg, "eval") == []

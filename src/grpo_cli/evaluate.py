@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     from grpo_cli.checks import start
     from grpo_cli.launch import launch
 
-    found = start.check(cfg)
+    found = start.check(cfg, "eval")
     show(finding for finding in found if finding.severity == "warning")
     if errors := [finding for finding in found if finding.severity == "error"]:
         raise ConfigError(errors)

@@ -172,7 +172,13 @@ class Shape:
         for key, bound in AT_LEAST.items():
             value = lookup(self.resolved, key)
             if isinstance(value, int | float) and value < bound and not self._blamed(key):
-                self.blame("counts_in_range", key, f"{key}={render(value)} is below {bound}.", {key: bound})
+                self.blame(
+                    "counts_in_range",
+                    key,
+                    f"{key}={render(value)} is below {bound}.",
+                    {key: bound},
+                    *self._suggest(key),
+                )
         sizes = [
             lookup(self.resolved, f"data.{key}") for key in ("train_size", "eval_size", "min_operand", "max_operand")
         ]

@@ -16,3 +16,4 @@ from grpo_cli.checks import model
 from grpo_cli.checks import engines
 from grpo_cli.checks import logging
 from grpo_cli.checks import security
+from grpo_cli.checks import beyond

@@ -121,6 +121,11 @@ def inspect(cfg: Config, tokenizer: Any | None, visit: Callable[[Row], None] | N
 
     `visit` is called with every readable row: one reading serves other checks too.
     """
+    return inspect_rows(cfg, tokenizer, visit).findings
+
+
+def inspect_rows(cfg: Config, tokenizer: Any | None, visit: Callable[[Row], None] | None = None) -> Checked:
+    """The same, with the rows themselves where they can be read."""
     encoder = None
     findings: list[Finding] = []
     if tokenizer is not None:
@@ -128,4 +133,6 @@ def inspect(cfg: Config, tokenizer: Any | None, visit: Callable[[Row], None] | N
             encoder = Encoder(tokenizer, cfg.data.system_prompt, cfg.data.chat_template)
         except ConfigError as error:
             findings = error.findings
-    return findings + check(cfg, encoder, visit).findings
+    checked = check(cfg, encoder, visit)
+    checked.findings = findings + checked.findings
+    return checked

@@ -6,21 +6,11 @@ wrong, so that a missing model hides no mistake in the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from grpo_cli.checks.run import in_order
-from grpo_cli.checks.start import data, devices, engine, model, resume, rundir
+from grpo_cli.checks.start import data, devices, engine, model, resume, rundir, server
 from grpo_cli.checks.start.report import Report
 from grpo_cli.errors import Finding
 from grpo_cli.schema import Config
-
-_RUN: tuple[Callable[[Config, Report], Any], ...] = (
-    devices.check,
-    engine.check,
-    rundir.check,
-    resume.check,
-)
 
 
 def check(cfg: Config, command: str = "train") -> list[Finding]:
@@ -30,10 +20,13 @@ def check(cfg: Config, command: str = "train") -> list[Finding]:
     """
     report = Report(cfg)
     tokenizer = model.check(cfg, report)
-    data.check(cfg, tokenizer, report)
-    for part in _RUN:
-        if part not in (rundir.check, resume.check) or command == "train":
-            part(cfg, report)
+    fingerprint = data.check(cfg, tokenizer, report)
+    devices.check(cfg, report)
+    engine.check(cfg, report)
+    server.check(cfg, report)
+    if command == "train":
+        rundir.check(cfg, report)
+        resume.check(cfg, report, fingerprint)
     return in_order(report.findings)
 
 

@@ -1,0 +1,45 @@
+"""Rules that the list of config rules does not have: of single commands, and of packages that are optional."""
+
+from __future__ import annotations
+
+from grpo_cli.checks.engine import declare
+
+declare(
+    "data_package_installed", "error", "beyond", "start", "data.name",
+    why="""data=hf and data=reasoning_gym need a package that is an optional extra and cannot be found. Install the
+    extra that the message names.""",
+)  # fmt: skip
+declare(
+    "reasoning_gym_task_known", "error", "beyond", "start", "data.task",
+    why="""data.task is no task of the installed reasoning-gym. Use a name from the message.""",
+)  # fmt: skip
+declare(
+    "reasoning_gym_reward_needs_its_rows", "error", "beyond", "start", "reward.terms", "data.name",
+    why="""The term reasoning_gym asks the package to score rows that the package made; other rows have no score, so
+    every group would be dropped. Use data=reasoning_gym, or another term.""",
+)  # fmt: skip
+declare(
+    "eval_needs_data", "error", "beyond", "start", "data.eval",
+    why="""grpo eval has no held-out rows: data.eval is null. Name a file.""",
+)  # fmt: skip
+declare(
+    "replay_weights_known", "error", "beyond", "start", "replay.weights",
+    why="""replay.weights names a reward term that the file does not hold; it would weigh nothing.""",
+)  # fmt: skip
+declare(
+    "replay_old_logprobs_given", "warning", "beyond", "start",
+    why="""The config reads logprobs of the old policy and the file has none. The detached logprobs of the current
+    policy stand for them, so every ratio is 1.""",
+)  # fmt: skip
+declare(
+    "run_dir_readable", "error", "beyond", "start",
+    why="""A directory that a command was given holds no run, or its files cannot be read.""",
+)  # fmt: skip
+declare(
+    "report_writable", "error", "beyond", "start",
+    why="""The report cannot be written where it was asked for.""",
+)  # fmt: skip
+declare(
+    "export_is_new", "error", "beyond", "start",
+    why="""The directory that grpo export was given is there already and holds something. Name a new one.""",
+)  # fmt: skip
