@@ -54,8 +54,9 @@ def scoring_params(prompt_ids: list[int], completion_ids: list[int], temperature
                 "max_tokens": 1,
                 "temperature": temperature,
                 "seed": 0,
-                "logprobs": 1,
-                "logprob_token_ids": [ids[position]],
+                # The server shows as many as `logprobs` says, the sampled one first: a second id makes room for ours.
+                "logprobs": 2,
+                "logprob_token_ids": [ids[position], int(ids[position] == 0)],
                 "detokenize": False,
             },
         }

@@ -1,0 +1,215 @@
+"""Talks to vLLM servers: many requests at a time, repeated when a connection drops, given up when a server is dead."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as WaitTimeout
+from typing import Any, TypeVar
+
+import httpx
+import tenacity
+
+from grpo_cli.errors import RunError
+from grpo_cli.rollout.server_process import ServerProcess, authorization
+from grpo_cli.signals import Interrupted, stop
+
+DEAD_AFTER_S = 20.0
+"""A server that has not answered /health for so long is dead; with the time of noticing, less than 30 s."""
+
+_HEALTH_EVERY_S = 1.0
+_CONNECT_TIMEOUT_S = 10.0
+_CONNECTIONS = 1024
+_UPDATE_TIMEOUT_S = 600.0
+
+T = TypeVar("T")
+
+
+class Client:
+    """Requests to one or several servers of the same model, on an event loop in a thread of its own.
+
+    Requests go to the servers in turn; whatever changes their state goes to all of them.
+    """
+
+    def __init__(self, urls: list[str], key: str | None, own: list[ServerProcess]):
+        """`own`: the processes behind `urls` where they are this process's children, else empty."""
+        self.urls, self._key, self._own = urls, key, own
+        self._next = 0
+        self._dead: RunError | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-client", daemon=True)
+        self._thread.start()
+        self._http: httpx.AsyncClient = self.wait(self._open())
+        self._watch: Future[None] = self.submit(self._watch_health())
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start `work` on the client's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; leaves with Interrupted when the run is asked to stop."""
+        future = self.submit(work)
+        while True:
+            try:
+                return future.result(timeout=0.5)
+            except WaitTimeout:
+                if future.done():
+                    raise
+                if stop.signum:
+                    future.cancel()
+                    raise Interrupted from None
+
+    def close(self) -> None:
+        """Drop all connections; requests that still run end with an error."""
+        if self._loop.is_closed():
+            return
+        self.submit(self._close()).result(10.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10.0)
+        self._loop.close()
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    async def generate(self, requests: list[dict[str, Any]], progress: Callable[[], Any] | None = None) -> list[Any]:
+        """The answers to `{"token_ids", "sampling_params"}` requests, in their order: one choice each.
+
+        `progress` is called after every answer. Raises RunError as soon as one of them cannot be had.
+        """
+
+        async def one(request: dict[str, Any]) -> Any:
+            self._next += 1
+            url = self.urls[self._next % len(self.urls)]
+            answer = await self.request("POST", f"{url}/inference/v1/generate", json=request, timeout=None)
+            if progress is not None:
+                progress()
+            return answer["choices"][0]
+
+        tasks = [asyncio.ensure_future(one(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # after an error or a cancellation the others are of no use
+                task.cancel()
+
+    async def everywhere(self, method: str, path: str, **arguments: Any) -> list[Any]:
+        """The answers of all servers to one request."""
+        timeout = arguments.pop("timeout", _UPDATE_TIMEOUT_S)
+        asked = (self.request(method, f"{url}{path}", timeout=timeout, **arguments) for url in self.urls)
+        return await asyncio.gather(*asked)
+
+    async def each(self, path: str, bodies: list[dict[str, Any]]) -> None:
+        """POST to every server a body of its own."""
+        pairs = zip(self.urls, bodies, strict=True)
+        await asyncio.gather(
+            *(self.request("POST", f"{url}{path}", _UPDATE_TIMEOUT_S, json=body) for url, body in pairs)
+        )
+
+    async def call(self, name: str, **arguments: str) -> list[Any]:
+        """The answers of all workers of all servers to a method of theirs."""
+        body = {"method": name, "kwargs": arguments}
+        answers = await self.everywhere("POST", "/collective_rpc", json=body)
+        return [result for answer in answers if answer for result in answer["results"]]
+
+    async def request(self, method: str, url: str, timeout: float | None, **arguments: Any) -> Any:
+        """JSON (or text) that the server answers.
+
+        A dropped connection is tried again with growing pauses: the same seed gives the same tokens, and weights that
+        arrive twice are the same weights. Raises RunError when the server is dead or refuses.
+        """
+        retry = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type((httpx.TransportError, _Busy)),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=5.0),
+            stop=tenacity.stop_after_delay(DEAD_AFTER_S),
+            reraise=True,
+        )
+        limits = httpx.Timeout(timeout, connect=_CONNECT_TIMEOUT_S, pool=None)
+        try:
+            async for attempt in retry:
+                with attempt:
+                    self.check()
+                    return await self._once(method, url, timeout=limits, **arguments)
+        except (httpx.TransportError, _Busy) as error:
+            self.check()
+            raise RunError(f"The vLLM server does not answer {method} {url}: {_told(error)}") from error
+
+    async def _once(self, method: str, url: str, **arguments: Any) -> Any:
+        answering = asyncio.ensure_future(self._http.request(method, url, **arguments))
+        dying = asyncio.ensure_future(self._death.wait())
+        try:
+            await asyncio.wait({answering, dying}, return_when=asyncio.FIRST_COMPLETED)
+            self.check()
+            response = await answering
+        finally:
+            answering.cancel()
+            dying.cancel()
+        if response.status_code in (httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.TOO_MANY_REQUESTS):
+            raise _Busy(response.text[:500])
+        if response.is_error:
+            raise RunError(f"The vLLM server refuses {method} {url} ({response.status_code}): {response.text[:2000]}")
+        return response.json() if "json" in response.headers.get("content-type", "") else response.text
+
+    # ------------------------------------------------------------------------------------------------ health
+
+    def check(self) -> None:
+        """Raise RunError when a server is known to be dead."""
+        if self._dead is not None:
+            raise self._dead
+
+    async def _watch_health(self) -> None:
+        """Ask every server how it is, for as long as the client lives; one that is dead ends all requests."""
+        seen = dict.fromkeys(self.urls, time.monotonic())
+        while self._dead is None:
+            await asyncio.sleep(_HEALTH_EVERY_S)
+            try:
+                for process in self._own:
+                    process.check()
+                await asyncio.gather(*(self._look(url, seen) for url in self.urls))
+            except RunError as error:
+                self._dead = error
+                self._death.set()
+
+    async def _look(self, url: str, seen: dict[str, float]) -> None:
+        told = "no answer"
+        try:
+            response = await self._health.get(f"{url}/health", timeout=5.0)
+            told = f"status {response.status_code}"
+            process = next((process for process in self._own if process.url == url), None)
+            if response.is_success and not (process is not None and process.stopped()):
+                seen[url] = time.monotonic()
+        except httpx.TransportError as error:
+            told = _told(error)
+        silent = time.monotonic() - seen[url]
+        if silent > DEAD_AFTER_S:
+            process = next((process for process in self._own if process.url == url), None)
+            state = " A process of it is stopped (SIGSTOP)." if process is not None and process.stopped() else ""
+            raise RunError(f"The vLLM server at {url} has not been well for {silent:.0f} s ({told}).{state}")
+
+    async def _open(self) -> httpx.AsyncClient:
+        self._death = asyncio.Event()
+        # Connections of its own: those of generation may all be busy.
+        self._health = httpx.AsyncClient(headers=authorization(self._key), trust_env=False)
+        return httpx.AsyncClient(
+            headers=authorization(self._key),
+            limits=httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=64),
+            trust_env=False,  # a proxy has no business between a run and its own server
+        )
+
+    async def _close(self) -> None:
+        self._watch.cancel()
+        self._dead = self._dead or RunError("The connection to the vLLM server was closed.")
+        self._death.set()
+        with contextlib.suppress(Exception):
+            await self._health.aclose()
+            await self._http.aclose()
+
+
+class _Busy(Exception):
+    """The server asks to come back later."""
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
