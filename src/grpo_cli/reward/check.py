@@ -49,7 +49,8 @@ class RewardCheck:
         self._math = MathTerm in kinds and _installed("math_verify")
         self._gym = ReasoningGymTerm in kinds
         self._columns: tuple[str, ...] | None = None
-        self._no_number: list[str] = []
+        self._no_numbers = 0
+        self._first_no_number = ""
         self._not_gym: str | None = None
         self._to_parse: dict[str, str] = {}
 
@@ -63,7 +64,8 @@ class RewardCheck:
         if answer is None or not answer.strip():
             return
         if self._number and number.whole(answer) is None:
-            self._no_number.append(f"{row.source}: {answer[:40]!r}")
+            self._no_numbers += 1
+            self._first_no_number = self._first_no_number or f"{row.source}: {answer[:40]!r}"
         if self._math and len(self._to_parse) < PARSED and not PLAIN.fullmatch(answer):
             self._to_parse.setdefault(answer, row.source)
 
@@ -119,8 +121,8 @@ class RewardCheck:
 
     def _gold(self) -> list[Finding]:
         found = []
-        if self._no_number:
-            found.append(_unparsed("number", len(self._no_number), self._no_number[0]))
+        if self._no_numbers:
+            found.append(_unparsed("number", self._no_numbers, self._first_no_number))
         bad = self._unparsed_mathematics()
         if bad:
             answer = bad[0]
