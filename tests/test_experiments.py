@@ -44,7 +44,7 @@ def test_both_forms_are_the_same_valid_config(name):
 def test_numbers_have_a_source(name):
     text = next(file for file in FILES if file.stem == name).read_text()
     assert text.startswith("# @package _global_\n")
-    assert re.search(r"arXiv \d{4}\.\d{5}|github\.com|NVIDIA-NeMo/RL", text)
+    assert re.search(r"arXiv \d{4}\.\d{5}|github\.com", text)
 
 
 @pytest.mark.parametrize("name", NAMES)

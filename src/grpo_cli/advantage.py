@@ -99,7 +99,7 @@ def opo(step: Step, settings: Advantage) -> list[list[float]]:
 
 
 def passk(step: Step, settings: Advantage) -> list[list[float]]:
-    """The single best completion gets (best - second) / (std + eps), the others 0; two bests: all 0."""
+    """The single best gets (best - second) / (std + eps), the others 0; two bests: all 0 (arXiv 2503.19595)."""
     return [_passk_group(rewards, settings.eps) for rewards in step.rewards]
 
 

@@ -92,6 +92,9 @@ def token_losses(logprobs_T: Tensor, entropy_T: Tensor | None, tokens: Tokens, c
 def correction_weights(proximal_T: Tensor, tokens: Tokens, correction: Correction) -> Weights:
     """Importance weights between rollout engine and trainer.
 
+    Truncated importance sampling (Yao et al., fengyao.notion.site/off-policy-rl), masked as in IcePop
+    (ringtech.notion.site/icepop).
+
     Args:
         proximal_T: [T] logprobs of the policy that the ratio is taken against, without gradient.
         tokens: their sampler logprobs.

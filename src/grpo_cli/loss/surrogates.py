@@ -46,7 +46,7 @@ def importance_ratio(inputs: Inputs, level: str) -> Tensor:
 
 
 def ppo_clip(inputs: Inputs, loss: Loss) -> Surrogate:
-    """max(-rA, -clip(r)A), for A < 0 at most -cA with `dual_clip` c (arXiv 1707.06347 Eq. 7; 1912.09729 Eq. 5).
+    """max(-rA, -clip(r)A), for A < 0 at most -cA with `dual_clip` c (arXiv 1707.06347 Eq. 7; 1912.09729).
 
     With `ratio_level` sequence it is GSPO (arXiv 2507.18071 Eq. 5).
     """
@@ -71,7 +71,7 @@ def cispo(inputs: Inputs, loss: Loss) -> Surrogate:
 
 
 def gmpo(inputs: Inputs, loss: Loss) -> Surrogate:
-    """-A exp(mean of log ratios), each clamped on the side that A pessimises (arXiv 2507.20673 Eq. 4).
+    """-A exp(mean of log ratios), each clamped on the side that A pessimises (arXiv 2507.20673).
 
     The bounds are those of the log ratio: [-clip_low, clip_high]. The value of a sequence stands on each of its tokens.
     """
@@ -85,7 +85,7 @@ def gmpo(inputs: Inputs, loss: Loss) -> Surrogate:
 
 
 def sapo(inputs: Inputs, loss: Loss) -> Surrogate:
-    """-(4/tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate instead of a clip (arXiv 2511.20347 Eq. 6)."""
+    """-(4/tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate instead of a clip (arXiv 2511.20347)."""
     advantage_T = inputs.advantage_T
     ratio_T = importance_ratio(inputs, "token")
     tau_T = torch.where(advantage_T > 0, loss.tau_pos, loss.tau_neg).to(ratio_T.dtype)  # type: ignore[arg-type]
