@@ -23,6 +23,7 @@ class HfRows:
     def __init__(self, name: str, split: str, key: str, columns: Columns):
         self.name = name
         self.columns = columns
+        self._hash = hashlib.sha256()
         identity, config, chosen = parse_name(name, split)
         findings = check_plain(identity, key)
         if findings:
@@ -39,6 +40,8 @@ class HfRows:
 
     def scan(self) -> Iterator[Row | list[Bad]]:
         for index, columns in enumerate(self._table):
+            # The package's own fingerprint also depends on where its cache lies.
+            self._hash.update(repr(sorted(columns.items(), key=str)).encode("utf-8", "surrogatepass"))
             yield self.columns.read(columns, f"{self.name} row {index}")
 
     def row(self, index: int) -> Row:
@@ -50,11 +53,7 @@ class HfRows:
         return len(self._table)
 
     def fingerprint(self) -> str:
-        """Of the rows: the package's own fingerprint also depends on where its cache lies."""
-        digest = hashlib.sha256()
-        for columns in self._table:
-            digest.update(repr(sorted(columns.items(), key=lambda item: str(item[0]))).encode("utf-8", "surrogatepass"))
-        return digest.hexdigest()
+        return self._hash.hexdigest()
 
 
 def parse_name(name: str, split: str) -> tuple[str, str | None, str]:

@@ -45,7 +45,7 @@ class Rows(Protocol):
         """Rows that `scan` has met."""
 
     def fingerprint(self) -> str:
-        """Hash of the content: equal for two files of the same bytes, whatever their names."""
+        """Hash of the content that `scan` has met: equal for two files of the same bytes, whatever their names."""
 
 
 @dataclass
