@@ -190,6 +190,23 @@ def test_generation_happens_inside_the_policys_context(policy):
     assert all(inside)
 
 
+def test_a_module_in_training_mode_generates_the_same(policy):
+    """Gradient checkpointing needs training mode, in which its layers would throw the cache away."""
+    asked = prompts(policy, "a", "bb")
+    plain = make_rollout(config(), policy, RANKS).generate(asked, 1, 0)
+    policy.module.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.module.train()
+    policy.module.lm_head.eval()
+    rollout = make_rollout(config("rollout.sync_tolerance=1e-4"), policy, RANKS)
+    trained = rollout.generate(asked, 1, 0)
+    assert [[c.token_ids for c in g.completions] for g in trained] == [
+        [c.token_ids for c in g.completions] for g in plain
+    ]
+    assert rollout.sync(policy, 1)["sync/logprob_gap_max"] < 1e-5
+    assert policy.module.training  # as it was, module by module
+    assert not policy.module.lm_head.training
+
+
 def test_a_signal_ends_generation_between_two_tokens(policy, monkeypatch):
     passes: list[int] = []
     policy.module.register_forward_pre_hook(lambda module, args: passes.append(1))

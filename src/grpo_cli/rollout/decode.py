@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -78,7 +79,7 @@ def decode(
     the left; masks and positions come from their lengths, never from token values, so a pad id that equals the EOS id
     or stands in a prompt does no harm. Raises Interrupted, between two tokens, once a signal has come.
     """
-    with grouped_decoding(model):
+    with evaluating(model), grouped_decoding(model):
         return _decode(model, prompts, rows, uniform_RT, sampling, eos_ids, stop_check)
 
 
@@ -97,10 +98,11 @@ def _decode(
     logprobs_RT = torch.zeros(len(rows), sampling.max_new_tokens, dtype=torch.float32, device=device)
     length_R = torch.full((len(rows),), sampling.max_new_tokens, device=device)
     stopped_R = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    uniform_RT = None if uniform_RT is None else uniform_RT.to(device)
     eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
     for t in range(sampling.max_new_tokens):
         stop.check()
-        uniform_B = None if uniform_RT is None else uniform_RT[:, t].to(device)[alive.row_B]
+        uniform_B = None if uniform_RT is None else uniform_RT[alive.row_B, t]
         token_B, logprob_B = draw(alive.logits_BV, uniform_B, sampling)
         tokens_RT[alive.row_B, t] = token_B
         logprobs_RT[alive.row_B, t] = logprob_B
@@ -118,6 +120,18 @@ def _decode(
             token_B = token_B[index]
         _advance(model, alive, token_B)
     return list(_collect(tokens_RT, logprobs_RT, length_R, stopped_R))
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode inside: in training mode, layers under gradient checkpointing throw the cache away unasked."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _prefill(model: Any, prompts: list[list[int]], rows: list[Row], max_new_tokens: int) -> _Alive:
@@ -177,6 +191,25 @@ def _advance(model: Any, alive: _Alive, token_B: Tensor) -> None:
     mask_BL = None if alive.attended_BL is None else alive.attended_BL[:, : cached + 1]
     alive.logits_BV = _forward(model, token_B.unsqueeze(1), mask_BL, alive.position_B.unsqueeze(1), alive.cache)
     alive.position_B = alive.position_B + 1
+
+
+@torch.no_grad()
+def score(model: Any, prompt_ids: list[int], completion_ids: list[int], temperature: float) -> list[float]:
+    """Logprobs of the completion's tokens after temperature, in float32, read through a cache as generation does."""
+    device = next(model.parameters()).device
+    cache = DynamicCache(config=model.config)
+    prompt_1L, completion_1T = torch.tensor([prompt_ids], device=device), torch.tensor([completion_ids], device=device)
+    position_L = torch.arange(len(prompt_ids) + len(completion_ids), device=device)
+    with evaluating(model):
+        first_1V = _forward(model, prompt_1L, None, position_L[None, : len(prompt_ids)], cache)
+        output = model(
+            input_ids=completion_1T,
+            position_ids=position_L[None, len(prompt_ids) :],
+            past_key_values=cache,
+            use_cache=True,
+        )
+    logits_TV = torch.cat([first_1V, output.logits[0, :-1]]).float()
+    return torch.log_softmax(logits_TV / temperature, dim=-1).gather(1, completion_1T.T).squeeze(1).tolist()
 
 
 def _forward(model: Any, ids_BL: Tensor, mask_BL: Tensor | None, position_BL: Tensor, cache: DynamicCache) -> Tensor:

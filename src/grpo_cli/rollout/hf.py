@@ -10,7 +10,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from grpo_cli.rollout.decode import Decoded, Row, StopCheck, decode, plan_batches
+from grpo_cli.rollout.decode import Decoded, Row, StopCheck, decode, plan_batches, score
 from grpo_cli.rollout.sampling import Sampling, completion_seed, eos_token_ids
 from grpo_cli.rollout.sync import check_sync, relative_gap
 from grpo_cli.schema import Config
@@ -61,9 +61,9 @@ class HfRollout:
         start = time.perf_counter()
         held: dict[str, Tensor] = {}
 
-        def score(prompt_ids: list[int], completion_ids: list[int]) -> list[float]:
+        def engine(prompt_ids: list[int], completion_ids: list[int]) -> list[float]:
             with self._policy.generation():
-                return _score(self._policy.module, prompt_ids, completion_ids, self._temperature)
+                return score(self._policy.module, prompt_ids, completion_ids, self._temperature)
 
         def hold() -> None:
             with self._policy.generation():
@@ -76,7 +76,7 @@ class HfRollout:
         # Adapters are merged in what the trainer hands out and apart in the module: those weights do not compare.
         adapted = hasattr(self._policy.module, "get_base_model")
         gap_of = None if adapted else weight_gap
-        metrics = check_sync(policy, self._ranks, score, gap_of, self._tolerance, before_reading=hold)
+        metrics = check_sync(policy, self._ranks, engine, gap_of, self._tolerance, before_reading=hold)
         return {**metrics, "time/weight_sync": time.perf_counter() - start}
 
     def metrics(self) -> dict[str, float]:
@@ -156,16 +156,6 @@ def _completion(row: Decoded, tokenizer: Any, eos_ids: frozenset[int], stop: tup
         finish_reason="stop" if row.stopped else "length",
         sampler_logprobs=row.logprobs,
     )
-
-
-@torch.no_grad()
-def _score(module: Any, prompt_ids: list[int], completion_ids: list[int], temperature: float) -> list[float]:
-    """Logprobs of the completion's tokens after temperature, in float32, from one plain forward."""
-    device = next(module.parameters()).device
-    ids_1L = torch.tensor([prompt_ids + completion_ids], device=device)
-    logits_TV = module(input_ids=ids_1L, use_cache=False).logits[0, len(prompt_ids) - 1 : -1].float()
-    logprobs_TV = torch.log_softmax(logits_TV / temperature, dim=-1)
-    return logprobs_TV.gather(1, ids_1L[0, len(prompt_ids) :, None]).squeeze(1).tolist()
 
 
 def _weights(module: Any) -> list[tuple[str, Tensor]]:
