@@ -278,6 +278,12 @@ def test_a_needed_list_that_is_null_is_an_error(overrides, field):
     assert math.isfinite(replay(overrides, [pair(**lists)])["loss"])
 
 
+def test_many_mistakes_are_counted():
+    errors = refused(["loss.kl_coef=0.1"], [pair() for _ in range(30)])
+    assert len(errors) == 21
+    assert "and 40 more" in errors[-1].message
+
+
 def test_untrained_completions_need_no_lists():
     bare = completion(None, logprobs=None)
     got = replay(["loss.kl_coef=0.1"], [group(bare, *pair(ref_logprobs=[-1.0, -1.0])["completions"])])

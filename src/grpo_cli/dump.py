@@ -46,7 +46,7 @@ def read_file(path: Path) -> list[Row]:
             findings.append(_finding(f"{path}:{number}: {_reason(error)}; expected one JSON object a line."))
     if not rows and not findings:
         findings.append(_finding(f"{path} holds no group; expected one JSON object a line."))
-    _raise(findings)
+    raise_findings(findings)
     return rows
 
 
@@ -58,11 +58,12 @@ def parse_groups(rows: list[Row]) -> list[Group]:
     findings = [_finding(f"{row.where}: {problem}.") for row in rows for problem in _problems(row.value)]
     if not findings:
         findings = _uneven_terms(rows)
-    _raise(findings)
+    raise_findings(findings)
     return [_group(row.value) for row in rows]
 
 
-def _raise(findings: list[Finding]) -> None:
+def raise_findings(findings: list[Finding]) -> None:
+    """Raises ConfigError where there are findings: the first ones, and the number of the others."""
     if len(findings) > MAX_FINDINGS:
         rest = _finding(f"and {len(findings) - MAX_FINDINGS} more mistakes of this kind.")
         findings = [*findings[:MAX_FINDINGS], rest]

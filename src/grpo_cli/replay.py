@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_cli import advantage
 from grpo_cli.compose import load
-from grpo_cli.dump import FIX, RULE, Row, parse_groups, read_file, term_names
+from grpo_cli.dump import FIX, RULE, Row, parse_groups, raise_findings, read_file, term_names
 from grpo_cli.errors import EXIT_OK, ConfigError, Finding
 from grpo_cli.filter import make_filter
 from grpo_cli.jsonio import dumps
@@ -89,7 +89,7 @@ def replay(overrides: list[str], groups: list[dict]) -> dict[str, Any]:
 def run(overrides: Sequence[str], rows: list[Row], config_dir: Path | None = None) -> Replayed:
     """The replay of a dump's rows, all of them one optimizer step, in float64; arguments and errors as for `replay`."""
     groups, names = parse_groups(rows), term_names(rows)
-    cfg, warnings = _load(overrides, names, config_dir)
+    cfg, warnings = _load(overrides, rows, config_dir)
     weights = {name: (cfg.replay.weights or {}).get(name, 1.0) for name in names}
     for group in groups:
         for completion in group.completions:
@@ -99,9 +99,7 @@ def run(overrides: Sequence[str], rows: list[Row], config_dir: Path | None = Non
     advantage.assign(kept, cfg, weights)
 
     needs = _needs(cfg)
-    missing = [finding for row, group in zip(rows, groups, strict=True) for finding in _missing(row, group, needs, cfg)]
-    if missing:
-        raise ConfigError(missing)
+    raise_findings([one for row, group in zip(rows, groups, strict=True) for one in _missing(row, group, needs, cfg)])
     batches = [_batch(group, cfg) for group in groups]
     metrics = prepare([[batch.tokens for batch in batches]], cfg, lambda tensor: tensor)
     results, measures = _differentiate(groups, batches, cfg)
@@ -115,22 +113,23 @@ def run(overrides: Sequence[str], rows: list[Row], config_dir: Path | None = Non
     )
 
 
-def _load(overrides: Sequence[str], names: list[str], config_dir: Path | None) -> tuple[Config, list[Finding]]:
+def _load(overrides: Sequence[str], rows: list[Row], config_dir: Path | None) -> tuple[Config, list[Finding]]:
     """The config, and what `replay` says about it without refusing it."""
+    names = term_names(rows)
     loaded = load(overrides, "replay", config_dir, terms=names)
     findings = loaded.findings
     if loaded.config is not None:
         unknown = [name for name in loaded.config.replay.weights or {} if name not in names]
-        findings = [*findings, *(_unknown_term(name, names) for name in unknown)]
+        findings = [*findings, *(_unknown_term(name, names, rows[0].where) for name in unknown)]
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors or loaded.config is None:
         raise ConfigError(findings)
     return loaded.config, findings
 
 
-def _unknown_term(name: str, names: list[str]) -> Finding:
-    known = ", ".join(names) or "none"
-    message = f"replay.weights names the term {name}, which the file does not hold (terms there: {known})."
+def _unknown_term(name: str, names: list[str], where: str) -> Finding:
+    known = ", ".join(names) or "no term"
+    message = f"{where}: completions[0].rewards holds {known}; replay.weights names {name}, expected one of those."
     return Finding("replay_weights_known", ("replay.weights",), message, f"use {nearest(name, names) or 'no weight'}")
 
 
@@ -153,7 +152,9 @@ def _needs(cfg: Config) -> dict[str, Need]:
     needs = {"logprobs": Need("and old_logprobs and sampler_logprobs are too: one of the three is needed")}
     reference = decide_passes(cfg).reference
     if reference.runs:
-        needs["ref_logprobs"] = Need(f"but needed: {reference.reason}", keys=("loss.kl_coef",), fix="loss.kl_coef=0")
+        needs["ref_logprobs"] = Need(
+            f"but needed: {reference.reason.rstrip('.')}", keys=("loss.kl_coef",), fix="loss.kl_coef=0"
+        )
     if loss.correction.mode != "none" or loss.seq_logprob_error_threshold is not None:
         needs["sampler_logprobs"] = Need(
             f"but needed: loss.correction.mode={loss.correction.mode} and "
