@@ -86,7 +86,7 @@ def test_bfloat16_gradients_add_up_in_float32():
     optimizer = ReplicatedAdamW([weight], None, lr=1.0)
     for gradient in (256.0, 1.0):
         (weight * gradient).sum().backward()
-    assert optimizer.get_grads_for_reduction()[0][0].item() == 257.0
+    assert optimizer.param_groups[0]["params"][0].grad.item() == 257.0
     assert weight.grad is None
 
 

@@ -188,8 +188,8 @@ class HeadLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs_T, grad_entropy_T):  # type: ignore[no-untyped-def]
         hidden, weight, bias, targets_T, logsum_T, entropy_T, kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        grad_weight: Tensor | None = None
+        grad_bias: Tensor | None = None
         has_entropy_grad = bool(grad_entropy_T.any())
         for chunk in _chunks(len(targets_T), weight.shape[0]):
             logits = kept if kept is not None else _logits(hidden[chunk], weight, bias, ctx.scale, ctx.softcap)
@@ -203,12 +203,14 @@ class HeadLogprobs(torch.autograd.Function):
             grad.scatter_add_(-1, targets_T[chunk, None], grad_logprobs_T[chunk, None])
             if ctx.softcap is not None:
                 grad.mul_(1 - (logits / (ctx.scale * ctx.softcap)).square_())
-            grad = grad.mul_(ctx.scale).to(weight.dtype)
+            if ctx.scale != 1:
+                grad.mul_(ctx.scale)
+            grad = grad.to(weight.dtype)
             grad_hidden[chunk] = grad @ weight
-            if grad_weight is not None:
-                grad_weight += grad.T @ hidden[chunk]
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
+            if ctx.needs_input_grad[1]:
+                grad_weight = _accumulate(grad_weight, grad.T @ hidden[chunk])
+            if bias is not None and ctx.needs_input_grad[2]:
+                grad_bias = _accumulate(grad_bias, grad.sum(0))
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -217,6 +219,11 @@ class HeadLogprobs(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _accumulate(total: Tensor | None, part: Tensor) -> Tensor:
+    """The sum, in float32 as soon as there are two parts."""
+    return part if total is None else total.float().add_(part)
 
 
 def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from grpo_cli.schema import Trainer
@@ -55,16 +56,21 @@ class ReplicatedAdamW(torch.optim.AdamW):
         super().__init__([master for _, master in self._pairs], **adam)
 
     def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """The gradients that the engine averages over the ranks; a missing one counts as zeros."""
+        """The gradients that the engine averages over the ranks, a missing one as zeros; in one process none."""
+        if dist.get_world_size() == 1:
+            return [], {}
+        return self._gradients(), {}
+
+    def _gradients(self) -> list[Tensor]:
         for _, master in self._pairs:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        return [master.grad for _, master in self._pairs if master.grad is not None], {}
+        return [master.grad for _, master in self._pairs if master.grad is not None]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Clip and apply, or refuse: then `overflow` is set and neither weights nor moments have changed."""
-        gradients, _ = self.get_grads_for_reduction()
+        gradients = self._gradients()
         norm = torch.nn.utils.get_total_norm(gradients)
         self._global_grad_norm = norm
         self.overflow = not bool(norm.isfinite())

@@ -284,7 +284,12 @@ def _make_engine(scorer: model.Scorer, cfg: Config, ranks: Ranks) -> Any:
     trainer = cfg.trainer
     scorer.to(ranks.device)
     parameters = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
-    adam: dict[str, Any] = {"lr": trainer.lr, "betas": tuple(trainer.betas), "weight_decay": trainer.weight_decay}
+    adam: dict[str, Any] = {
+        "lr": trainer.lr,
+        "betas": tuple(trainer.betas),
+        "weight_decay": trainer.weight_decay,
+        "fused": True,
+    }
     optimizer: torch.optim.Optimizer
     if trainer.zero_stage == 0:
         optimizer = ReplicatedAdamW(parameters, trainer.max_grad_norm, **adam)
