@@ -98,7 +98,7 @@ class Filter:
 
 
 class OneRank:
-    rank, world = 0, 1
+    rank, world, first = 0, 1, True
 
     def gather(self, value):
         return [value]

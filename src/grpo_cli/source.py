@@ -80,7 +80,9 @@ def make_source(cfg: Config, data: Any, rollout: Rollout, scorer: Any, filter_: 
     if cfg.rollout.max_staleness == 0:
         return SyncSource(cfg, data, rollout, scorer, filter_, ranks)
     from grpo_cli.rollout.stream import AsyncSource
+    from grpo_cli.rollout.vllm_server import ServerRollout
 
+    assert isinstance(rollout, ServerRollout), "rules stale_rollouts_need_an_engine and ..._own_devices"
     return AsyncSource(cfg, data, rollout, scorer, filter_, ranks)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from math import isfinite
 
 from grpo_cli.errors import ConfigError, Finding, RunError
@@ -31,6 +32,7 @@ class Scorer:
         self._overlong = cfg.reward.overlong
         self._counts: dict[str, float] = {}
         self._warned: set[tuple[str, str]] = set()
+        self._turn = threading.Lock()
         self._terms: dict[str, InPlace | PerCompletion | Batched] = {}
         try:
             for term, name in zip(cfg.reward.terms, cfg.reward.term_names, strict=True):
@@ -44,7 +46,12 @@ class Scorer:
         """Fills `rewards`, `unshaped` and `reward` of every completion, in place; returns the same groups.
 
         Raises RunError naming term, step, prompt and completion when a term fails and the config does not forgive it.
+        Threads take turns: an asynchronous run scores while it evaluates.
         """
+        with self._turn:
+            return self._score(groups)
+
+    def _score(self, groups: list[Group]) -> list[Group]:
         for name, term in self._terms.items():
             for group, outcomes in zip(groups, term.score(groups), strict=True):
                 for index, outcome in enumerate(outcomes):

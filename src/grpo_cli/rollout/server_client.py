@@ -50,8 +50,8 @@ class Client:
         """Start `work` on the client's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; leaves with Interrupted when the run is asked to stop."""
+    def wait(self, work: Coroutine[Any, Any, T], leave: bool = False) -> T:
+        """The result of `work`. With `leave` it is given up, with Interrupted, when the run is asked to stop."""
         future = self.submit(work)
         while True:
             try:
@@ -59,7 +59,7 @@ class Client:
             except WaitTimeout:
                 if future.done():
                     raise
-                if stop.signum:
+                if leave and stop.signum:
                     future.cancel()
                     raise Interrupted from None
 

@@ -20,6 +20,7 @@ from grpo_cli.rollout.sync import check_sync
 from grpo_cli.rollout.vllm_requests import engine_options, make_completion, sampling_params, scoring_params
 from grpo_cli.schema import Config
 from grpo_cli.schema import VllmRollout as Settings
+from grpo_cli.signals import stop
 from grpo_cli.types import Group, Prompt
 from grpo_cli.weights import is_sharded
 
@@ -53,6 +54,7 @@ class VllmRollout:
         self._sleep_level = cfg.rollout.sleep_level or 0
         self._team = cfg.rollout.tensor_parallel_size
         self._asleep = self._discarded = False
+        self._asked = 0
         self._llm: Any = _start(cfg, ranks, self._sleep_level)
         if self._sleep_level:
             self._sleep()
@@ -126,11 +128,27 @@ class VllmRollout:
         if not requests:
             return []
         from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
 
-        prompts = [TokensPrompt(prompt_token_ids=token_ids) for token_ids, _ in requests]
-        params = [SamplingParams(**params) for _, params in requests]
+        engine = self._llm.llm_engine
+        first = self._asked
+        self._asked += len(requests)
+        outputs: dict[int, Any] = {}
         with _own_process(self._on_cpu):
-            return self._llm.generate(prompts, params, use_tqdm=False)
+            try:
+                for number, (token_ids, params) in enumerate(requests, first):
+                    prompt = TokensPrompt(prompt_token_ids=token_ids)
+                    engine.add_request(
+                        str(number), prompt, SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
+                    )
+                while engine.has_unfinished_requests():
+                    outputs.update((int(output.request_id), output) for output in engine.step() if output.finished)
+                    if self._team == 1:  # a team steps together, or not at all
+                        stop.check()
+            except BaseException:
+                engine.abort_request([str(number) for number in range(first, self._asked)])
+                raise
+        return [outputs[number] for number in range(first, self._asked)]
 
     def _completion(self, output: Any, sampling: Sampling) -> Any:
         only = output.outputs[0]

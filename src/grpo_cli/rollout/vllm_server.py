@@ -94,7 +94,7 @@ class ServerRollout:
         """See `Rollout.generate`."""
         sampling = sampling or self._training
         requests = [request for group_id, _prompt in prompts for request in self._requests(group_id, _prompt, sampling)]
-        choices = iter(self.client.wait(self.client.generate(requests, progress=stop.requested)))
+        choices = iter(self.client.wait(self.client.generate(requests, progress=stop.requested), leave=True))
         return [
             Group(
                 group_id, prompt, [self._completion(next(choices), sampling) for _ in range(sampling.n)], step, version
