@@ -73,9 +73,10 @@ def test_replay_takes_the_terms_of_the_dump():
 
 
 def test_replay_needs_no_model_data_or_term():
-    config, findings = check(config_of(["model=hf", "data=jsonl", "reward=python"]), "replay", ["exact"])
-    assert config is not None
-    assert findings == []
+    for reward in ("python", "regex"):
+        config, findings = check(config_of(["model=hf", "data=jsonl", f"reward={reward}"]), "replay", ["exact"])
+        assert config is not None
+        assert findings == []
 
 
 def test_replay_refuses_shape():

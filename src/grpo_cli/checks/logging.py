@@ -32,6 +32,7 @@ def wandb_online_needs_key(c: View) -> Found:
             "logger.wandb.mode=online, but WANDB_API_KEY is not set and netrc has no entry for the W&B host; set the "
             "key, or log offline.",
             {"logger.wandb.mode": "offline"},
+            {"logger.wandb.mode": "disabled"},
         )
 
 

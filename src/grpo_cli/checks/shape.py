@@ -220,12 +220,20 @@ def _typable(resolved: Mapping[str, Any], shape: Shape) -> tuple[dict[str, Any],
     reward = copy.get("reward")
     if isinstance(reward, dict) and isinstance(reward.get("terms"), list):
         known = term_models()
+        reward["terms"] = [_without_open_pattern(term) for term in reward["terms"]]
         for index, term in enumerate(reward["terms"]):
             if isinstance(term, dict) and term.get("name") not in list(known):
                 trusted = False
                 _blame_term_name(term, f"reward.terms.{index}.name", shape)
                 reward["terms"][index] = {"name": "exact"} | {key: term[key] for key in term if key == "weight"}
     return copy, trusted
+
+
+def _without_open_pattern(term: Any) -> Any:
+    """A regex term whose pattern is still ???, which is told as such and is no pattern."""
+    if isinstance(term, dict) and term.get("pattern") == "???":
+        return term | {"pattern": ""}
+    return term
 
 
 def _blame_term_name(term: Mapping[str, Any], key: str, shape: Shape) -> None:

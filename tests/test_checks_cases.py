@@ -1,0 +1,268 @@
+"""Field cases (shared/cases.md) that the config or the start of a run decides: what is refused, and in which words."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from check_helpers import GROUPS, config_of
+
+from grpo_cli.checks import check, start
+from grpo_cli.checks.overrides import read_first
+from grpo_cli.compose import load
+from grpo_cli.plan import derive
+
+NOWHERE = "model.path=./nothing-here"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """An empty working directory, no W&B key, no accelerator."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+
+
+def findings(*overrides: str, severity: str = "error"):
+    return [finding for finding in check(config_of(overrides))[1] if finding.severity == severity]
+
+
+def errors(*overrides: str) -> list[str]:
+    return [finding.rule for finding in findings(*overrides)]
+
+
+# A09, E02: one completion a prompt
+
+
+@pytest.mark.parametrize("filter_", GROUPS.options["filter"])
+@pytest.mark.parametrize("advantage", GROUPS.options["advantage"])
+def test_a09_one_completion_is_refused_by_whatever_compares_inside_a_group(advantage, filter_):
+    choice = [f"advantage={advantage}", f"filter={filter_}", "rollout.num_generations=1"]
+    found = {finding.rule: finding for finding in check(config_of(choice))[1] if finding.severity == "error"}
+    expected = set()
+    if advantage != "reinforce_pp":
+        expected.add("group_advantage_needs_two_generations")
+    if filter_ != "none":
+        expected.add("group_filter_needs_two_generations")
+    assert set(found) == expected
+    for finding in found.values():
+        assert "needs rollout.num_generations >= 2" in finding.message
+        assert "rollout.num_generations" in finding.keys
+
+
+def test_a09_is_told_without_the_model_and_at_once():
+    began = time.perf_counter()
+    found = [finding.rule for finding in load(["rollout.num_generations=1", NOWHERE], "validate").findings]
+    assert "group_advantage_needs_two_generations" in found
+    assert time.perf_counter() - began < 5
+
+
+def test_e02_names_both_keys():
+    [finding] = findings("rollout.num_generations=1", "filter=dynamic_sampling", "advantage=reinforce_pp")
+    assert finding.keys == ("filter.name", "rollout.num_generations")
+
+
+# A10: divisibility
+
+
+def test_a10_more_updates_than_sequences():
+    asked = ("trainer.prompts_per_step=1", "rollout.num_generations=2", "trainer.updates_per_step=4")
+    [finding] = findings(*asked)
+    assert finding.rule == "updates_have_sequences"
+    assert "2 sequences a step (trainer.prompts_per_step=1 x rollout.num_generations=2)" in finding.message
+    assert "at most 2 works" in finding.message
+    assert errors(*asked, *read_first(finding.fix)) == []
+
+
+def test_a10_uneven_splits_run():
+    asked = ("trainer.prompts_per_step=3", "trainer.updates_per_step=2", "trainer.nproc_per_node=2")
+    assert errors(*asked, "rollout.num_generations=3") == []
+    [split, spread] = findings(*asked, "rollout.num_generations=3", severity="warning")
+    assert split.message == (
+        "9 sequences a step (trainer.prompts_per_step=3 x rollout.num_generations=3) do not divide into "
+        "trainer.updates_per_step=2; 1 would."
+    )
+    assert spread.fix == "trainer.prompts_per_step=4"
+
+
+# D02: KL in the reward
+
+KL = ("loss.use_kl_in_reward=true", "loss.kl_coef=0.1", "loss.kl_estimator=k1", "filter=none")
+
+
+def test_d02_kl_in_the_reward():
+    reinforce = (*KL, "advantage=reinforce_pp")
+    assert errors(*reinforce) == []
+    passes = derive(check(config_of(reinforce))[0])["passes"]
+    assert (passes["old"]["runs"], passes["reference"]["runs"]) == (True, True)
+    forced = (*reinforce, "loss.force_on_policy_ratio=true")
+    [finding] = findings(*forced)
+    assert finding.rule == "kl_in_reward_needs_prev_logprobs"
+    assert finding.keys == (
+        "loss.force_on_policy_ratio",
+        "loss.use_kl_in_reward",
+        "loss.kl_coef",
+        "loss.seq_logprob_error_threshold",
+    )
+    assert finding.message == (
+        "KL in the reward (loss.kl_coef=0.1) needs logprobs of the old policy, but loss.force_on_policy_ratio=true "
+        "skips that pass."
+    )
+    assert finding.fix == (
+        "loss.force_on_policy_ratio=false, or loss.seq_logprob_error_threshold=2.0 (the pass then runs), or "
+        "loss.kl_coef=0"
+    )
+    assert errors(*forced, "loss.kl_coef=0") == []
+    assert errors(*forced, "loss.seq_logprob_error_threshold=2.0") == []
+    assert errors(*KL, "advantage=grpo") == ["kl_in_reward_needs_reinforce_pp"]
+    assert not derive(check(config_of(["loss.kl_coef=0"]))[0])["passes"]["reference"]["runs"]
+
+
+# D05: truncated sampling
+
+
+@pytest.mark.parametrize("cut", ["rollout.top_p=0.8", "rollout.top_k=2", "rollout.min_p=0.1"])
+def test_d05_truncated_sampling_is_refused_where_the_samplers_logprobs_are_read(cut):
+    truncate = ("loss.correction.mode=truncate", "loss.correction.high=2.0")
+    assert errors(cut, *truncate) == ["corrected_sampling_needs_full_support"]
+    assert errors(cut, "loss.seq_logprob_error_threshold=2.0") == ["corrected_sampling_needs_full_support"]
+    assert errors(cut) == []
+    assert [f.rule for f in findings(cut, severity="warning")] == ["training_samples_full_support"]
+
+
+# D06, F06: types
+
+
+@pytest.mark.parametrize("override", ["model.dtype=float16", "model.dtype=fp16", "rollout.dtype=float16"])
+def test_f06_other_types_are_refused_with_the_allowed_ones(override):
+    [finding] = findings(override)
+    assert finding.rule == "choice_known"
+    assert "bfloat16, float32" in finding.message
+
+
+def test_f06_foreign_switches_and_both_types():
+    assert errors("+trainer.fp16=true") == ["key_known"]
+    assert errors("model.dtype=bfloat16") == errors("model.dtype=float32") == []
+
+
+def test_d06_auto_is_shown_as_what_it_means():
+    derived = json.dumps(derive(load(["rollout.dtype=auto", "model.dtype=float32"], "validate").config))
+    assert '"auto"' not in derived
+    assert '"float32"' in derived
+
+
+# D07: correction
+
+
+@pytest.mark.parametrize("rollout", GROUPS.options["rollout"])
+def test_d07_correction_needs_no_second_switch(rollout):
+    on = (f"rollout={rollout}", "loss.correction.mode=truncate")
+    assert errors(*on, "loss.correction.high=2.0") == []
+    assert errors(*on, "loss.correction.high=null") == ["truncate_needs_high"]
+    assert errors(*on, "loss.correction.high=nan") == ["numbers_finite"]
+    for high in (0, -1):
+        assert errors(*on, f"loss.correction.high={high}") == ["correction_bounds_around_one"]
+    mask = (f"rollout={rollout}", "loss.correction.mode=mask", "loss.correction.low=3", "loss.correction.high=2")
+    assert errors(*mask) == ["correction_low_below_high"]
+
+
+# F01, F08: the batch triple and clipping
+
+
+@pytest.mark.parametrize("key", ["gradient_accumulation_steps", "train_batch_size"])
+def test_f01_foreign_keys_are_unknown_and_the_nearest_is_named(key):
+    [finding] = findings(f"+trainer.{key}=4")
+    assert finding.rule == "key_known"
+    assert "nearest known key is trainer." in finding.message
+
+
+@pytest.mark.parametrize(("norm", "expected"), [("0.01", []), ("null", []), ("0", 1), ("-1", 1)])
+def test_f08_clipping_is_positive_or_off(norm, expected):
+    assert errors(f"trainer.max_grad_norm={norm}") == (["max_grad_norm_positive"] if expected else [])
+
+
+# G05, G07, G10: data
+
+
+def rows(tmp_path, *lines: dict) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def at_start(*overrides: str):
+    given = ["data=jsonl", "data.train=rows.jsonl", "model=tiny", "trainer.prompts_per_step=1"]
+    return start.check_data(load([*given, *overrides], "train").require())
+
+
+def test_g05_a_wrong_column_is_told_with_what_is_there_although_the_model_is_missing(tmp_path):
+    rows(tmp_path, {"question": "2+2", "answer": "4"})
+    data, model = at_start(NOWHERE)
+    assert (data.rule, model.rule) == ("data_has_keys", "model_readable")
+    for told in ("rows.jsonl:1", "no column prompt", "question, answer"):
+        assert told in data.message
+
+
+def test_g07_lengths():
+    assert errors("data.on_long_prompt=truncate") == ["choice_known"]
+    [finding] = findings("data.max_prompt_tokens=32", "rollout.max_new_tokens=64", "rollout.max_model_len=95")
+    assert finding.rule == "sequence_fits_context"
+    assert finding.fix == "rollout.max_model_len=96"
+
+
+def test_g10_what_drops_everything_is_refused(tmp_path):
+    rows(tmp_path, {"prompt": "two and two", "answer": "4"})
+    assert [finding.rule for finding in at_start("data.answer_key=anwser")] == ["data_has_keys"]
+    assert errors("+data.filter=level") == ["key_known"]
+    [metric] = findings("filter.metric=exact")
+    assert (metric.rule, metric.message) == (
+        "filter_metric_known",
+        "filter.metric=exact is none of unshaped, total, number.",
+    )
+    [none_left] = at_start("data.on_long_prompt=drop", "data.max_prompt_tokens=1")
+    assert none_left.rule == "data_covers_one_step"
+    assert "No row is left" in none_left.message
+
+
+# I01, I10: misspelt keys, open values
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("rolout.num_generations=2", "rollout.num_generations"),
+        ("+rolout.num_generations=2", "rollout.num_generations"),
+        ("filter=dynamc_sampling", "dynamic_sampling"),
+        ("+trainer.lrr=1", "trainer.lr"),
+        ("++trainer.lrr=1", "trainer.lr"),
+        ("run.name='${oc.env:NOPE}'", "run.name"),
+        ("run.name='${nokey.y}'", "run.name"),
+        ("data.train=???", "data.train"),
+    ],
+)
+def test_i01_i10_one_finding_names_the_key_or_the_nearest(override, told):
+    [finding] = load([override], "validate").findings
+    assert told in finding.message
+
+
+# J01, L01: the key of W&B, code of others
+
+
+def test_j01_online_needs_a_key(monkeypatch, tmp_path):
+    [finding] = findings("logger.wandb.mode=online")
+    assert finding.rule == "wandb_online_needs_key"
+    assert finding.fix == "logger.wandb.mode=offline, or logger.wandb.mode=disabled"
+    assert "WANDB_API_KEY" in finding.message
+    assert errors("logger.wandb.mode=offline") == errors("logger.wandb.mode=disabled") == []
+    assert errors("logger.wandb.mode=ofline") == ["choice_known"]
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password word\n")
+    assert errors("logger.wandb.mode=online") == []
+    (tmp_path / ".netrc").unlink()
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert errors("logger.wandb.mode=online") == []
+
+
+def test_l01_scripts_are_refused():
+    assert errors("data=hf", "data.train=org/set.py") == ["dataset_script_refused"]
+    assert errors("data=jsonl", "data.train=load.py") == ["dataset_script_refused"]
+    assert [f.rule for f in findings("model.trust_remote_code=true", severity="warning")] == ["trust_remote_code_off"]
