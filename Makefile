@@ -50,6 +50,9 @@ format: install ## Repair style
 types: install ## Check types
 	$(BIN)/mypy
 
+audit: install ## Look for known vulnerabilities in the installed packages; passes where offline
+	$(BIN)/python scripts/audit.py
+
 bench: install ## Run the benchmarks (minutes)
 	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit; done
 
