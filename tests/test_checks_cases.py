@@ -262,6 +262,13 @@ def test_j01_online_needs_a_key(monkeypatch, tmp_path):
     assert errors("logger.wandb.mode=online") == []
 
 
+@pytest.mark.parametrize("url", ["http://me:word@gpu7.org:8000", "htp://me:word@gpu7", "me:word@gpu7:80"])
+def test_no_finding_repeats_a_password(url):
+    found = check(config_of(["rollout=vllm_server", "rollout.weight_sync=ipc", f'rollout.server_url="{url}"']))[1]
+    assert "no_credentials_in_urls" in {finding.rule for finding in found}
+    assert not [finding for finding in found if "word" in finding.line().replace("password", "")]
+
+
 def test_l01_scripts_are_refused():
     assert errors("data=hf", "data.train=org/set.py") == ["dataset_script_refused"]
     assert errors("data=jsonl", "data.train=load.py") == ["dataset_script_refused"]

@@ -8,6 +8,7 @@ long reason, the decorator's arguments the keys of its condition. It reads the c
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -150,10 +151,11 @@ def broken(message: str, *fixes: Mapping[str, Any], keys: tuple[str, ...] = ()) 
 
 
 def state(c: View, *keys: str) -> str:
-    """`key=value` of some keys, for a message."""
+    """`key=value` of some keys, for a message; a user and password in an address are left out."""
     from grpo_cli.checks.overrides import render
 
-    return ", ".join(f"{key}={render(lookup(c._values, key))}" for key in keys)
+    told = ", ".join(f"{key}={render(lookup(c._values, key))}" for key in keys)
+    return re.sub(r"(://|=)[^/@\s,]+@", r"\1", told)
 
 
 def lt(a: Any, b: Any) -> bool:

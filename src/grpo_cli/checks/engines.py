@@ -145,7 +145,8 @@ def server_url_valid(c: View) -> Found:
     """The address of a server is http:// or https:// with a host. The client would fail only at the first rollout."""
     url = c.rollout.server_url
     if url is not None and split_url(url) is None:
-        guess = [{"rollout.server_url": f"http://{url}"}] if url and split_url(f"http://{url}") else []
+        bare = url.rpartition("@")[2]
+        guess = [{"rollout.server_url": f"http://{bare}"}] if bare and split_url(f"http://{bare}") else []
         yield broken(
             f"{state(c, 'rollout.server_url')} is not http://HOST:PORT or https://HOST:PORT.",
             *guess,

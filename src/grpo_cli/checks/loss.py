@@ -285,7 +285,7 @@ def constant_length_near_max_new_tokens(c: View) -> Found:
     length, longest = c.loss.constant_length, c.rollout.max_new_tokens
     if c.loss.aggregation == "constant" and gt(length, 0) and (length > 4 * longest or 4 * length < longest):
         yield broken(
-            f"loss.constant_length={length} is {length / longest:.3g} times rollout.max_new_tokens={longest}: every "
+            f"loss.constant_length={length} is {length / longest:.4g} times rollout.max_new_tokens={longest}: every "
             "gradient is scaled by the inverse.",
             {"loss.constant_length": longest},
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from grpo_cli.checks.engine import REMOVE, Broken, Changes
@@ -42,8 +43,9 @@ def render(value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    """1e-06 -> 1e-6: exponents without leading zeros, as people write them."""
-    return re.sub(r"e([+-])0+(\d)", r"e\1\2", repr(value)).replace("e+", "e")
+    """As people write them: 1e-06 becomes 1e-6, and 0.0003 becomes 3e-4."""
+    text = f"{Decimal(repr(value)).normalize():E}" if 0 < abs(value) < 1e-3 else repr(value)
+    return re.sub(r"e([+-])0+(\d)", r"e\1\2", text.lower()).replace("e+", "e")
 
 
 def _text(value: str) -> str:

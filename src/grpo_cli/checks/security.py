@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlunsplit
 
 from grpo_cli.checks.engine import REMOVE, Changes, Found, View, broken, declare, error, state, warning
 from grpo_cli.checks.model import is_local
@@ -92,9 +92,12 @@ def dataset_script_refused(c: View) -> Found:
 def no_credentials_in_urls(c: View) -> Found:
     """The address is written to config.yaml and to the logger. Pass credentials by the environment."""
     url = c.rollout.server_url
-    if url is not None and "@" in urlsplit(url).netloc:
-        bare = urlunsplit(urlsplit(url)._replace(netloc=urlsplit(url).netloc.rpartition("@")[2]))
-        yield broken("rollout.server_url holds a user or password.", {"rollout.server_url": bare})
+    if url is not None and "@" in url:
+        yield broken(
+            "rollout.server_url holds a user or password.",
+            {"rollout.server_url": _bare(url)},
+            {"rollout.server_url": None},
+        )
 
 
 @warning("rollout.server_url")
@@ -105,8 +108,14 @@ def remote_server_needs_https(c: View) -> Found:
     if parts and parts.scheme == "http" and crosses_open_network(parts.hostname or ""):
         yield broken(
             f"rollout.server_url reaches {parts.hostname} without encryption.",
-            {"rollout.server_url": urlunsplit(parts._replace(scheme="https"))},
+            {"rollout.server_url": _bare(urlunsplit(parts._replace(scheme="https")))},
         )
+
+
+def _bare(url: str) -> str:
+    """An address without user and password."""
+    scheme, separator, rest = url.rpartition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
 def _file_and_function(name: str) -> tuple[str, str]:
