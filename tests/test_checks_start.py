@@ -168,6 +168,18 @@ def test_devices_without_an_accelerator(make):
     assert found_by(devices.check, remote) == []
 
 
+def test_several_nodes_need_a_meeting_point(make):
+    assert found_by(devices.check, make("trainer.nnodes=2", "trainer.rdzv_endpoint=node0:29500")) == []
+    cfg = make("trainer.nnodes=2")
+    assert found_by(devices.check, cfg) == [("nodes_have_a_meeting_point", "error", "trainer.rdzv_endpoint")]
+    assert fix_of(devices.check, cfg).endswith(", or trainer.nnodes=1")
+
+
+def test_an_adapter_needs_its_package(make, monkeypatch):
+    monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None)
+    assert ("lora_package_installed", "error", "model.lora") in found_by(model.check, make(*LORA))
+
+
 def test_devices_with_accelerators(make, monkeypatch):
     monkeypatch.setattr(devices, "accelerators", lambda: 2)
     monkeypatch.setattr(devices, "lowest_capability", lambda: 7.5)

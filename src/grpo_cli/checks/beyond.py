@@ -5,6 +5,15 @@ from __future__ import annotations
 from grpo_cli.checks.engine import declare
 
 declare(
+    "nodes_have_a_meeting_point", "error", "beyond", "start", "trainer.rdzv_endpoint", "trainer.nnodes",
+    why="""trainer.nnodes is above 1 and trainer.rdzv_endpoint is null: the launchers of the nodes have nowhere to meet.
+    Set trainer.rdzv_endpoint=HOST:PORT, the same on every node, with the first node as HOST.""",
+)  # fmt: skip
+declare(
+    "lora_package_installed", "error", "beyond", "start", "model.lora",
+    why="""model.lora needs the package peft, which cannot be found: an import error after the weights are loaded.""",
+)  # fmt: skip
+declare(
     "data_package_installed", "error", "beyond", "start", "data.name",
     why="""data=hf and data=reasoning_gym need a package that is an optional extra and cannot be found. Install the
     extra that the message names.""",

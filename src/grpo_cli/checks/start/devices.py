@@ -15,6 +15,13 @@ BFLOAT16_CAPABILITY = 8.0
 
 def check(cfg: Config, report: Report) -> None:
     """The rules on accelerators."""
+    if cfg.trainer.nnodes > 1 and not cfg.trainer.rdzv_endpoint:
+        report.add(
+            "nodes_have_a_meeting_point",
+            f"trainer.nnodes={cfg.trainer.nnodes} and trainer.rdzv_endpoint=null: the nodes have nowhere to meet.",
+            "trainer.rdzv_endpoint=HOST:PORT (the first node)",
+            {"trainer.nnodes": 1},
+        )
     visible = accelerators()
     if visible == 0:
         _without_accelerators(cfg, report)

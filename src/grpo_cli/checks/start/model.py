@@ -133,6 +133,9 @@ def _check_attention(cfg: Config, report: Report) -> None:
 def _check_adapter_targets(cfg: Config, config: Any, report: Report) -> None:
     if cfg.model.lora is None:
         return
+    if importlib.util.find_spec("peft") is None:
+        message = "model.lora needs the package peft, which cannot be found."
+        report.add("lora_package_installed", message, "pip install 'grpo[lora]'", {"model.lora": None})
     names = linear_names(config)
     missing = [
         target
