@@ -14,20 +14,6 @@ declare(
     why="""model.lora needs the package peft, which cannot be found: an import error after the weights are loaded.""",
 )  # fmt: skip
 declare(
-    "data_package_installed", "error", "beyond", "start", "data.name",
-    why="""data=hf and data=reasoning_gym need a package that is an optional extra and cannot be found. Install the
-    extra that the message names.""",
-)  # fmt: skip
-declare(
-    "reasoning_gym_task_known", "error", "beyond", "start", "data.task",
-    why="""data.task is no task of the installed reasoning-gym. Use a name from the message.""",
-)  # fmt: skip
-declare(
-    "reasoning_gym_reward_needs_its_rows", "error", "beyond", "start", "reward.terms", "data.name",
-    why="""The term reasoning_gym asks the package to score rows that the package made; other rows have no score, so
-    every group would be dropped. Use data=reasoning_gym, or another term.""",
-)  # fmt: skip
-declare(
     "eval_needs_data", "error", "beyond", "start", "data.eval",
     why="""grpo eval has no held-out rows: data.eval is null. Name a file.""",
 )  # fmt: skip
