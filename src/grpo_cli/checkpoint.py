@@ -184,6 +184,7 @@ def load(cfg: Config, run_dir: RunDir, ranks: Ranks, policy: Any, data: Any = No
         if ranks.first:
             run_dir.rewind(-1)
         ranks.barrier()
+        randomstate.reseed(cfg.run.seed, 0, ranks.rank)
         return None
     common = read_json(directory / STATE)
     layout = common["layout"]
@@ -232,8 +233,8 @@ def _choose(cfg: Config, run_dir: RunDir, ranks: Ranks, say: Callable[[str], Non
             return directory
         say(f"Passed over {directory}: {'; '.join(problems[:3])}.")
     say(
-        f"trainer.resume=auto found no whole checkpoint in {run_dir.checkpoints}: this is a fresh start. "
-        "To go on with an earlier run, give its directory: run.dir=DIR."
+        f"A fresh start: no whole checkpoint in {run_dir.checkpoints} (an earlier run goes on in its own directory: "
+        "run.dir=DIR)."
     )
     return None
 
@@ -252,6 +253,8 @@ def _restore_files(run_dir: RunDir, directory: Path, step: int) -> None:
     run_dir.rewind(step if step > 0 else -1)
     if (directory / LEDGER).exists():
         write_lines(run_dir.ledger_path, (directory / LEDGER).read_text().splitlines())
+    if run_dir.state():
+        run_dir.update(status="running", step=step)
     for later, path in list(manifest.newest_first(run_dir.checkpoints)):
         if later > step:
             os.rename(path, path.with_name(f"superseded_{path.name}_{secrets.token_hex(4)}"))

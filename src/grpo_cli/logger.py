@@ -58,7 +58,7 @@ class Logger:
             return
         row = {"step": step, **metrics}
         self._run_dir.append_metrics(row)
-        self._run_dir.update(step=step)
+        self._run_dir.update(status="running", step=step)
         if self._wandb:
             warning = self._wandb.log(step, metrics)
             if warning:

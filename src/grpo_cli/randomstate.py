@@ -42,10 +42,10 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def reseed(seed: int, step: int, rank: int) -> None:
-    """New states for a rank that the saved run did not have; the same ones at every attempt."""
-    random.seed(derive_seed(seed, "resume", step, rank, "python"))
-    np.random.seed(derive_seed(seed, "resume", step, rank, "numpy") % 2**32)
-    torch.manual_seed(derive_seed(seed, "resume", step, rank, "torch"))
+    """The states of a fresh run (step 0), and of a rank that the saved run did not have; the same at every attempt."""
+    random.seed(derive_seed(seed, "process", step, rank, "python"))
+    np.random.seed(derive_seed(seed, "process", step, rank, "numpy") % 2**32)
+    torch.manual_seed(derive_seed(seed, "process", step, rank, "torch"))
 
 
 def _encode(state: torch.Tensor) -> str:
