@@ -24,6 +24,7 @@ from grpo_cli.optimizer import ReplicatedAdamW, lr_at
 from grpo_cli.passes import Passes, decide_passes
 from grpo_cli.ranks import Ranks
 from grpo_cli.schema import Config
+from grpo_cli.signals import stop
 from grpo_cli.tokenizer import load_tokenizer
 
 
@@ -108,6 +109,7 @@ class Policy:
 
     @torch.no_grad()
     def _inference(self, scorer: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        stop.rank_file.alive()
         return scorer(micro=micro)
 
     def _without_adapters(self) -> Any:
@@ -167,6 +169,7 @@ class Policy:
         measures = Measures()
         loss_sum = torch.zeros((), device=self.device)
         for number, micro in enumerate(micro_batches, start=1):
+            stop.rank_file.alive()
             last = number == len(micro_batches)
             self.engine.set_gradient_accumulation_boundary(last)
             logprobs_T, entropy_T = self.engine(micro=micro)

@@ -59,12 +59,14 @@ def train(run: Run, done: int) -> str:
         groups = generate(run, step)
         if groups is None:
             return f"Every prompt of trainer.epochs={run.cfg.trainer.epochs} was used, in {step - 1} steps."
+        stop.rank_file.beat(step, "update")
         advantage.assign(groups.kept, run.cfg)
         batch = pack(groups.kept, run.cfg, run.ranks)
         stats = run.policy.add_logprobs(batch)
         stats |= run.policy.update(batch, step)
         if run.cfg.logger.dump_rollouts:
             write_back(batch, run.ranks)
+        stop.rank_file.beat(step, "weight sync")
         try:
             stats |= run.source.sync(run.policy, step)
             stats |= held_out(run, step)
