@@ -306,10 +306,14 @@ def test_going_back_takes_the_later_ones_out_of_sight(small: tuple, alone: ranks
     assert len(run_dir.metrics_path.read_text().splitlines()) == 4
 
 
-def test_saving_the_same_step_again_replaces_it(small: tuple, alone: ranks.Ranks) -> None:
+def test_step_that_is_saved_already_is_left_alone_and_a_damaged_one_replaced(small: tuple, alone: ranks.Ranks) -> None:
     cfg, run_dir, policy = small
-    checkpoint.save(cfg, run_dir, alone, policy, {"step": 8, "policy": {"again": True}})
-    assert json.loads((path_of(run_dir.path, 8) / manifest.STATE).read_text())["run"]["policy"] == {"again": True}
+    state = path_of(run_dir.path, 8) / manifest.STATE
+    before = state.stat().st_ino
+    checkpoint.save(cfg, run_dir, alone, policy, {"step": 8, "policy": policy.state()})
+    assert state.stat().st_ino == before
+    state.write_text("{}")
+    checkpoint.save(cfg, run_dir, alone, policy, {"step": 8, "policy": policy.state()})
     assert manifest.problems(path_of(run_dir.path, 8)) == []
 
 

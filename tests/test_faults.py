@@ -39,6 +39,8 @@ def resolved(*overrides: str) -> dict[str, Any]:
     config = make_config(
         "model=tiny",
         "filter=dynamic_sampling",
+        "reward=regex",
+        "reward.terms=[{name: regex, weight: 1.0, pattern: '\\d'}]",
         "model.dtype=float32",
         "data.train_size=10",
         "data.max_prompt_tokens=64",

@@ -52,6 +52,9 @@ def save(cfg: Config, run_dir: RunDir, ranks: Ranks, policy: Any, state: Mapping
     one of them cannot write: then nothing of this checkpoint stays, and older ones are untouched.
     """
     final = run_dir.checkpoints / directory_name(state["step"])
+    # A whole one of this step is of this run (`load` takes others out of sight): the same state, saved a moment ago.
+    if ranks.gather(ranks.first and not manifest.quick_problems(final))[0]:
+        return final
     aside = final.with_name(_ASIDE + final.name)
     _together(ranks, lambda: _make_aside(aside) if ranks.first else None)
     try:
@@ -142,7 +145,7 @@ def _finish(
     write_json(aside / manifest.NAME, written)
     fsync_dir(aside)
     final = aside.with_name(aside.name.removeprefix(_ASIDE))
-    if final.exists():  # a damaged one, or the same step again
+    if final.exists():  # a damaged one
         _remove(final)
     os.rename(aside, final)
     fsync_dir(final.parent)
@@ -181,9 +184,7 @@ def load(cfg: Config, run_dir: RunDir, ranks: Ranks, policy: Any, data: Any = No
     say = _speaker(cfg, ranks)
     directory = _choose(cfg, run_dir, ranks, say)
     if directory is None:
-        if ranks.first:
-            run_dir.rewind(-1)
-        ranks.barrier()
+        _together(ranks, lambda: _forget_later(run_dir, -1, -1) if ranks.first else None)
         randomstate.reseed(cfg.run.seed, 0, ranks.rank)
         return None
     common = read_json(directory / STATE)
@@ -248,13 +249,18 @@ def _problems(directory: Path, ranks: Ranks) -> list[str]:
 
 
 def _restore_files(run_dir: RunDir, directory: Path, step: int) -> None:
-    """Rank 0: metrics, ledger and rollouts as they were after `step`; later checkpoints lose their names."""
+    """Rank 0: the run directory as it was after `step`."""
     # Step 0 has a row only where it was evaluated, and a run that resumes there evaluates again.
-    run_dir.rewind(step if step > 0 else -1)
+    _forget_later(run_dir, step if step > 0 else -1, step)
     if (directory / LEDGER).exists():
         write_lines(run_dir.ledger_path, (directory / LEDGER).read_text().splitlines())
     if run_dir.state():
         run_dir.update(status="running", step=step)
+
+
+def _forget_later(run_dir: RunDir, row: int, step: int) -> None:
+    """Cut metrics, ledger and rollouts after `row`, and take checkpoints after `step`, whole or not, out of sight."""
+    run_dir.rewind(row)
     for later, path in list(manifest.newest_first(run_dir.checkpoints)):
         if later > step:
             os.rename(path, path.with_name(f"superseded_{path.name}_{secrets.token_hex(4)}"))

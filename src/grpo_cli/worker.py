@@ -156,7 +156,7 @@ def work(directory: RunDir) -> str:
             done = state["step"]
             source.load_state(state["source"])
             policy.load_state(state["policy"])
-        wandb_id = state and state["wandb_id"]
+        wandb_id = state["wandb_id"] if state else None
         logger = Logger(cfg, directory, ranks.first, start_step=done or -1, steps=last_step, wandb_id=wandb_id)
         ending.enter_context(closing(logger))
         run = Run(cfg, directory, ranks, data, scorer, policy, rollout, filter_, source, logger, last_step)
