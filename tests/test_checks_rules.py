@@ -99,7 +99,7 @@ def test_every_rule_that_the_sources_name_is_in_the_list():
     named = set()
     for file in (Path(__file__).parents[1] / "src").rglob("*.py"):
         text = file.read_text(encoding="utf-8")
-        named |= set(re.findall(r"""(?:Finding|Bad|report\.add|blame)\(\s*(?:rule=)?"(\w+)"""", text))
+        named |= set(re.findall(r'(?:Finding|Bad|report\.add|blame)\(\s*(?:rule=)?"(\w+)"', text))
     assert named - set(RULES) == set()
     assert {rule for rule, entry in RULES.items() if entry.topic == "beyond"} <= named
 
