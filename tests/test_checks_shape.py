@@ -33,6 +33,8 @@ def fix(*overrides: str) -> str:
         ("trainer.save_every=None", "value_type"),
         ("data.shuffle=1", "value_type"),
         ("run.name=2024", "value_type"),
+        ("run.name=None", "value_type"),
+        ("model.path=None", "value_type"),
         ("trainer.betas=0.9", "value_type"),
         ("trainer.betas=[0.9,high]", "value_type"),
         ("loss.correction=none", "value_type"),

@@ -110,6 +110,10 @@ class Shape:
                 continue  # an unknown group: `key_known` says so
             if value == "???":
                 self.blame("value_given", key, f"{key} has no value (???).", *self._suggest(key))
+            elif value == "None":
+                message = f"{key}=None is text, the word None; nothing is written null."
+                fixes = [{key: None}] if nullable(key, self.resolved) else self._suggest(key)
+                self.blame("value_type", key, message, *fixes)
             elif isinstance(value, float) and not math.isfinite(value):
                 self.blame("numbers_finite", key, f"{key}={value} is not a finite number.", *self._suggest(key))
             elif isinstance(value, bool | float) and value in choices(key, self.resolved):
