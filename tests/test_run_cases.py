@@ -1,0 +1,229 @@
+"""Field cases (shared/cases.md) that only a whole run shows: failing terms, empty steps, stopping, resuming, sweeps."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from inprocess import FakeWandb, StageFile, execute, groups, metrics, state, train
+from safetensors.torch import load_file
+
+from grpo_cli import cli, manifest
+from grpo_cli.signals import stop
+from grpo_cli.source import SyncSource
+
+TERM = """
+calls = 0
+
+def alternate(completions, keep):
+    return [float(wanted and i % 2) for i, wanted in enumerate(keep)]
+
+def faulty(completions):
+    global calls
+    calls += 1
+    rewards = [float(i % 2) for i in range(len(completions))]
+    if calls > 1:
+        {fault}
+    return rewards
+"""
+
+
+def term(folder: Path, function: str, fault: str = "pass") -> str:
+    path = folder / "term.py"
+    path.write_text(TERM.format(fault=fault))
+    return f"reward.terms=[{{name: python, weight: 1.0, path: {path}, function: {function}}}]"
+
+
+def rows(folder: Path, *keep: int) -> list[str]:
+    """Overrides for one pass over rows whose groups have signal where `keep` is 1."""
+    path = folder / "rows.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"p{i}", "answer": "", "keep": k}) + "\n" for i, k in enumerate(keep))
+    )
+    data = ["data=jsonl", f"data.train={path}", "data.shuffle=false", "data.max_prompt_tokens=64"]
+    return [*data, "trainer.steps=null", "trainer.epochs=1", term(folder, "alternate")]
+
+
+def measured(row: dict) -> dict:
+    """A row without what the clock says."""
+    return {key: value for key, value in row.items() if not key.startswith("time/") and not key.endswith("_per_s")}
+
+
+def last_checkpoint(directory: Path) -> Path:
+    return max((directory / "checkpoints").glob("step_*"))
+
+
+# A06, A07, A15: a term that fails in the middle of a run
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("rewards[1] = float('inf')", "completion 1, step 2: returned inf"),
+        ("rewards[1] = float('nan')", "completion 1, step 2: returned nan"),
+        ("rewards = [1.0]", "returned 1 rewards for 8 completions"),
+        ("raise OSError('no judge')", "OSError: no judge (term.py:12)"),
+    ],
+)
+def test_a06_a07_a15_a_failing_term_ends_the_run_and_no_step_of_it_is_applied(tmp_path, fault, told):
+    run = tmp_path / "run"
+    assert train(run, term(tmp_path, "faulty", fault), "trainer.steps=4", "trainer.save_every=1") == 1
+    assert state(run)["status"] == "failed"
+    assert state(run)["reason"].startswith("reward term faulty ")
+    assert told in state(run)["reason"]
+    assert [row["step"] for row in metrics(run)] == [1]
+    weights = load_file(last_checkpoint(run) / "slices_00000.safetensors")
+    assert last_checkpoint(run).name == "step_000001"
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+# E06: an empty step
+
+
+@pytest.fixture(scope="module")
+def gap(tmp_path_factory) -> Path:
+    """Steps of the rows (1, 0), (0, 0), (1): of the second nothing is left, and the third is a tail of one prompt."""
+    home = tmp_path_factory.mktemp("gap")
+    assert train(home / "run", *rows(home, 1, 0, 0, 0, 1), "trainer.warmup_steps=2", "filter=zero_std") == 0
+    return home / "run"
+
+
+def test_e06_an_empty_step_counts_and_leaves_the_rate_alone(gap, tmp_path):
+    assert train(tmp_path / "run", *rows(tmp_path, 1, 1, 1, 1, 1), "trainer.warmup_steps=2") == 0
+    with_gap, without = metrics(gap), metrics(tmp_path / "run")
+    assert [row["step"] for row in with_gap] == [row["step"] for row in without] == [1, 2, 3]
+    assert [row["lr"] for row in with_gap] == [row["lr"] for row in without] == pytest.approx([1.5e-3, 3e-3, 3e-3])
+    empty = with_gap[1]
+    assert (empty["reward"], empty["groups/dropped_count"], empty["updates/applied_count"]) == (0.0, 2, 0)
+    assert not [key for key in empty if key.startswith(("loss", "ratio/", "kl", "grad_norm"))]
+
+
+def test_g09_the_tail_is_trained_and_every_prompt_has_its_fate(gap):
+    found = [(group["prompt_id"], group["dropped"]) for group in groups(gap)]
+    assert found == [
+        *[("row-0", None), ("row-1", "zero_std"), ("row-2", "zero_std"), ("row-3", "zero_std"), ("row-4", None)]
+    ]
+
+
+# E09, J02, J06, K03, K04: stopped anywhere, resumed exactly
+
+LONG = (
+    *("trainer.steps=6", "trainer.lr_schedule=cosine", "trainer.warmup_steps=2", "trainer.updates_per_step=2"),
+    *("trainer.eval_every=2", "eval.limit=2", "trainer.save_every=3", "data.train_size=5", "data.eval_size=4"),
+    *("filter=dynamic_sampling", "filter.surplus=carry", "filter.max_rounds=4"),
+    *("loss.correction.mode=truncate", "loss.correction.high=2.0", "logger.wandb.mode=offline"),
+    "reward.terms=[{name: regex, weight: 1.0, pattern: '[a-z]'}]",
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """Six steps without a pause: three passes over the rows, some groups dropped, some carried to the next step."""
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        FakeWandb().install(patch)
+        assert train(directory, *LONG) == 0
+    return directory
+
+
+def test_e09_the_run_of_the_comparison_drops_carries_and_crosses_epochs(whole):
+    found = metrics(whole)
+    assert sum(row.get("groups/dropped_count", 0) for row in found) > 0
+    assert sum(row.get("groups/carried_count", 0) for row in found) > 0
+    assert max(row.get("groups/rounds_count", 0) for row in found) > 1
+    assert len(groups(whole)) > 10
+    assert len({group["prompt_id"] for group in groups(whole)}) == 5
+
+
+def signal_at(monkeypatch, step: int, stage: str) -> None:
+    """SIGTERM when `stage` of `step` begins; `second round` is a stage of its own here."""
+
+    def at(now: int, begun: str) -> None:
+        if (now, begun) == (step, stage):
+            stop._signum = signal.SIGTERM
+
+    rounds: dict[int, int] = {}
+    generate = SyncSource._round
+
+    def counted(self, numbered, number, clock):
+        rounds[number] = rounds.get(number, 0) + 1
+        if rounds[number] == 2 and number >= step:
+            at(step, "second round")
+        return generate(self, numbered, number, clock)
+
+    monkeypatch.setattr(SyncSource, "_round", counted)
+    monkeypatch.setattr(stop, "rank_file", StageFile(at))
+
+
+@pytest.mark.parametrize(
+    ("step", "stage", "saved"),
+    [
+        (3, "rollout", 2),
+        (1, "second round", None),
+        (2, "evaluation", 2),
+        (3, "record", 3),
+        (3, "checkpoint", 3),
+    ],
+)
+def test_k03_k04_e09_stopped_anywhere_it_resumes_exactly(whole, tmp_path, monkeypatch, step, stage, saved):
+    wandb = FakeWandb().install(monkeypatch)
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        signal_at(patch, step, stage)
+        assert train(run, *LONG) == 128 + signal.SIGTERM
+    assert state(run)["status"] == "stopped"
+    assert manifest.problems(last_checkpoint(run)) == []
+    assert saved is None or last_checkpoint(run).name == f"step_{saved:06d}"
+    assert train(run, *LONG) == 0
+    assert groups(run) == groups(whole)  # prompts, tokens, rewards, logprobs, advantages
+    assert [measured(row) for row in metrics(run)] == [
+        # An evaluation that the stop cut short is not made up for.
+        {
+            key: value
+            for key, value in measured(row).items()
+            if stage != "evaluation" or row["step"] != step or not key.startswith("eval/")
+        }
+        for row in metrics(whole)
+    ]
+    one, other = (manifest.read(last_checkpoint(directory))["files"] for directory in (run, whole))
+    for name in ("slices_00000.safetensors", "rng_00000.json"):
+        assert one[name] == other[name]
+    sources = [json.loads((last_checkpoint(directory) / manifest.STATE).read_text()) for directory in (run, whole)]
+    assert sources[0]["run"]["source"] == sources[1]["run"]["source"]
+    first, second = wandb.runs
+    assert first.options["id"] == second.options["id"] == sources[0]["run"]["wandb_id"]
+    assert (first.ends, second.ends) == ([143], [0])
+    sent = [number for wandb_run in wandb.runs for number, _ in wandb_run.rows]
+    assert sent == sorted(set(sent))
+    assert sent[-1] == 6
+
+
+def test_i14_the_same_command_goes_on_and_another_directory_says_where_it_looked(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert train(run, "trainer.steps=2", "trainer.save_every=1") == 0
+    assert train(run, "trainer.steps=3", "trainer.save_every=1") == 0
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3]
+    assert f"Resumed after step 2 from {run}/checkpoints/step_000002" in capsys.readouterr().out
+    assert train(tmp_path / "other", "trainer.steps=1") == 0
+    told = capsys.readouterr().out
+    assert f"trainer.resume=auto found no whole checkpoint in {tmp_path}/other/checkpoints" in told
+    assert "run.dir=DIR" in told
+
+
+# J05: a sweep with W&B
+
+
+def test_j05_every_job_of_a_sweep_is_a_wandb_run_of_its_own(tmp_path, monkeypatch, capsys):
+    wandb = FakeWandb().install(monkeypatch)
+    monkeypatch.setattr("grpo_cli.launch.launch", lambda resolved, run_dir: execute(resolved, Path(run_dir)))
+    jobs = ["rollout.num_generations=2,4", "reward.terms.0.function=alternate,faulty"]
+    given = ["+experiment=smoke", *rows(tmp_path, 1, 1, 1, 1), term(tmp_path, "alternate", "raise OSError('gone')")]
+    sizes = ["trainer.prompts_per_step=2", "rollout.max_new_tokens=4", "logger.wandb.mode=offline"]
+    assert cli.main(["train", "-m", f"run.dir={tmp_path}/R", *given, *sizes, *jobs]) == 1
+    assert [state(tmp_path / "R" / str(n))["exit_code"] for n in range(4)] == [0, 1, 0, 1]
+    assert [run.ends for run in wandb.runs] == [[0], [1], [0], [1]]
+    assert len({run.options["id"] for run in wandb.runs}) == 4
+    assert [run.options["dir"] for run in wandb.runs] == [f"{tmp_path}/R/{n}" for n in range(4)]
+    assert "Sweep: 2 of 4 jobs done." in capsys.readouterr().out
