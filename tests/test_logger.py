@@ -55,7 +55,9 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def rows(run_dir: RunDir) -> list[dict]:
-    return [json.loads(line) for line in run_dir.metrics_path.read_text().splitlines()]
+    found = [json.loads(line) for line in run_dir.metrics_path.read_text().splitlines()]
+    assert all(row.pop("time/step") >= 0 for row in found)
+    return found
 
 
 def logger(run_dir: RunDir, mode: str = "disabled", console: str = "off", **options: Any) -> Logger:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,7 @@ class Logger:
         self._run_dir = run_dir
         self._is_main = is_main
         self._last_step = start_step
+        self._at = time.monotonic()
         self._wandb: _Wandb | None = None
         self._console: Console = Silent()
         if is_main:
@@ -56,11 +58,13 @@ class Logger:
         self._last_step = step
         if not self._is_main:
             return
-        row = {"step": step, **metrics}
+        now = time.monotonic()
+        row = {"step": step, **metrics, "time/step": now - self._at}
+        self._at = now
         self._run_dir.append_metrics(row)
         self._run_dir.update(status="running", step=step)
         if self._wandb:
-            warning = self._wandb.log(step, metrics)
+            warning = self._wandb.log(step, row)
             if warning:
                 self._console.note(warning)
         self._console.step(step, row)
@@ -117,7 +121,7 @@ class _Wandb:
         if self._broken or step <= self._sent:
             return None
         try:
-            self._run.log({key: value for key, value in metrics.items() if value is not None}, step=step)
+            self._run.log({k: v for k, v in metrics.items() if v is not None and k != "step"}, step=step)
         except Exception as error:
             self._broken = True
             return f"warning: W&B failed and is not used any more: {error}. metrics.jsonl has every row."

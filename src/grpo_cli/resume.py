@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import manifest
-from .errors import ConfigError, Finding, RunError
+from .errors import Finding, RunError
 from .jsonio import read_json
 from .rundir import RunDir
 from .schema import Config
@@ -66,8 +66,8 @@ def find(cfg: Config) -> Path | None:
 def findings(cfg: Config, fingerprint: str | None = None) -> list[Finding]:
     """The rules on the checkpoint that would be resumed; empty for a fresh start.
 
-    `fingerprint` is the hash of the training rows as `Data.fingerprint` gives it; None leaves the data to the start of
-    the workers. Reads the whole checkpoint where `trainer.resume` names it, for the hashes.
+    `fingerprint` is the hash of the training rows as `Data.fingerprint` gives it; None leaves the data to the workers,
+    whose `Data.load_state` compares it too. Reads the whole checkpoint where `trainer.resume` names it, for the hashes.
     """
     directory = find(cfg)
     if directory is None:
@@ -78,14 +78,6 @@ def findings(cfg: Config, fingerprint: str | None = None) -> list[Finding]:
         if bad or plain:
             return plain + ([_incomplete(directory, bad)] if bad else [])
     return [*_other_run(cfg, directory, fingerprint), *_changes(cfg, directory)]
-
-
-def require(cfg: Config, fingerprint: str) -> None:
-    """Raise ConfigError where the rows of the data are not those of the checkpoint; call it before weights are
-    loaded."""
-    errors = [finding for finding in findings(cfg, fingerprint) if finding.severity == "error"]
-    if errors:
-        raise ConfigError(errors)
 
 
 def _incomplete(directory: Path, problems: list[str]) -> Finding:

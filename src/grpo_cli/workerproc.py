@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import sys
 import time
 import traceback
@@ -20,6 +21,7 @@ from .errors import (
     RunError,
     SignalStop,
     exit_code_of,
+    signal_exit_code,
 )
 from .rankfile import RankFile
 from .redact import redact
@@ -59,8 +61,11 @@ def run_worker(work: Callable[[], str | None]) -> NoReturn:
 def _explain(error: BaseException, rank_file: RankFile) -> tuple[int, str]:
     """Exit code and sentence of what `work` raised."""
     if isinstance(error, Interrupted):
-        error = SignalStop(stop.signum)
-    if isinstance(error, SignalStop | ConfigError | GuardStop | RunError):
+        return signal_exit_code(stop.signum), f"By {signal.Signals(stop.signum).name}: nothing was saved."
+    if isinstance(error, SignalStop):
+        name = signal.Signals(error.signum).name
+        return exit_code_of(error), f"By {name}: all is saved, and the same command goes on."
+    if isinstance(error, ConfigError | GuardStop | RunError):
         return exit_code_of(error), str(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return EXIT_FAILED, f"The disk is full: {error.filename or error}."
