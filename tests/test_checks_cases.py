@@ -18,9 +18,8 @@ NOWHERE = "model.path=./nothing-here"
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """An empty working directory, no W&B key, no accelerator."""
+    """An empty working directory, and no W&B key."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
 

@@ -24,7 +24,7 @@ VLLM = ["rollout=vllm", "rollout.weight_sync=nccl", "rollout.devices=[1]"]
 @pytest.fixture
 def make(tmp_path, monkeypatch):
     """A typed config on the tiny model, with a run directory of its own and no accelerator."""
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(devices, "accelerators", lambda: 0)
 
     def make(*overrides: str) -> Config:
         resolved = config_of(["model=tiny", f"run.dir={tmp_path}/run", "trainer.lr=1e-5", *overrides])

@@ -11,7 +11,7 @@ from grpo_cli.checks.quantities import file_data
 def file_data_needs_train(c: View) -> Found:
     """Without a file there is nothing to train on; it would fail after the model is loaded."""
     if file_data(c) and not c.data.train:
-        example = "train.jsonl" if c.data.name == "jsonl" else "openai/gsm8k"
+        example = "train.jsonl" if c.data.name == "jsonl" else "openai/gsm8k:main:train"
         yield broken(f"data.name={c.data.name} reads data.train, which is empty.", {"data.train": example})
 
 

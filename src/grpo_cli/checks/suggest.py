@@ -40,6 +40,8 @@ def default_option(section: str) -> str:
 
 def suggested_value(key: str, resolved: Mapping[str, Any]) -> Any:
     """A value of the right type for a key of the schema; a group of keys is built from its examples."""
+    if key == "data.train" and lookup(resolved, "data.name") == "hf":
+        return "openai/gsm8k:main:train"
     section, *parts = key.split(".")
     value = lookup(_shipped(section, _option(section, resolved)), ".".join(parts)) if parts else None
     if isinstance(value, str) and value.startswith("${"):

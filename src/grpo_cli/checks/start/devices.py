@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 
@@ -38,9 +37,7 @@ def check(cfg: Config, report: Report) -> None:
 
 
 def accelerators() -> int:
-    """Visible CUDA devices; 0 where there are none, or DS_ACCELERATOR=cpu asks not to look."""
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
-        return 0
+    """Visible CUDA devices; the workers take what torch sees, so torch is asked."""
     import torch
 
     return torch.cuda.device_count()
