@@ -9,9 +9,9 @@ import signal
 import sys
 from pathlib import Path
 
-from .rankfile import ENV
-from .signals import HANDLED, die_with_parent
-from .workerproc import AGENT_PID
+from grpo_cli.rankfile import ENV
+from grpo_cli.signals import HANDLED, die_with_parent
+from grpo_cli.workerproc import AGENT_PID
 
 PARENT_PID = "GRPO_PARENT_PID"
 FAILURES = "failures.json"

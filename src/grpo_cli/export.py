@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import manifest
-from .errors import EXIT_OK, ConfigError, Finding, RunError
-from .jsonio import fsync_dir, write_failed, write_json
-from .rundir import RunDir
-from .terminal import Parser
+from grpo_cli import manifest
+from grpo_cli.errors import EXIT_OK, ConfigError, Finding, RunError
+from grpo_cli.jsonio import fsync_dir, write_failed, write_json
+from grpo_cli.rundir import RunDir
+from grpo_cli.terminal import Parser
 
 SHARD_BYTES = 2**30
 """Weights are written in files of about this size; one of them is held in memory at a time."""
@@ -57,9 +57,9 @@ def find(run_dir: RunDir, step: int | None) -> Path:
 
 def export(directory: Path, out: Path) -> None:
     """The weights of a checkpoint as a model directory. The start model is read from where the run had it."""
-    from . import checkpoint, model, weights
-    from .schema import parse
-    from .tokenizer import load_tokenizer
+    from grpo_cli import checkpoint, model, weights
+    from grpo_cli.schema import parse
+    from grpo_cli.tokenizer import load_tokenizer
 
     cfg = parse(RunDir(directory).read_config())
     lm = model.load_causal_lm(cfg.model)
@@ -89,7 +89,7 @@ def save_model(policy: Any, out: Path, ranks: Any) -> None:
 
 
 def _write(lm: Any, tokenizer: Any, parameters: Iterable[tuple[str, Any]], out: Path) -> None:
-    from .weights import without_adapters
+    from grpo_cli.weights import without_adapters
 
     plain = without_adapters(lm)
     aside = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
@@ -115,7 +115,7 @@ def _write(lm: Any, tokenizer: Any, parameters: Iterable[tuple[str, Any]], out: 
 
 
 def _write_weights(parameters: Iterable[tuple[str, Any]], directory: Path) -> None:
-    from .tensorfile import TensorWriter
+    from grpo_cli.tensorfile import TensorWriter
 
     files: list[tuple[str, list[str]]] = []
     total = 0

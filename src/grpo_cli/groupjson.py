@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from .types import Completion, Group, Prompt
+from grpo_cli.types import Completion, Group, Prompt
 
 _COMPLETION_KEYS = (
     "text",

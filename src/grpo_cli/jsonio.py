@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .errors import RunError
+from grpo_cli.errors import RunError
 
 
 def dumps(value: Any) -> str:

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .agent import FAILURES, PARENT_PID
-from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError, RunError, signal_exit_code
-from .rankfile import ENV, Exit, RankFiles, is_running
-from .redact import redact
-from .rundir import RunDir
-from .signals import HANDLED, SAME_REQUEST_S
-from .watchdog import Watchdog
+from grpo_cli.agent import FAILURES, PARENT_PID
+from grpo_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError, RunError, signal_exit_code
+from grpo_cli.rankfile import ENV, Exit, RankFiles, is_running
+from grpo_cli.redact import redact
+from grpo_cli.rundir import RunDir
+from grpo_cli.signals import HANDLED, SAME_REQUEST_S
+from grpo_cli.watchdog import Watchdog
 
 _POLL_S = 0.1
 _LAST_WORDS_S = 2.0

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .rundir import RunDir
-from .types import Group
+from grpo_cli.rundir import RunDir
+from grpo_cli.types import Group
 
 TRAINED = "trained"
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from .console import Console, Silent, make_console
-from .errors import RunError
-from .rundir import RunDir
-from .schema import Config
+from grpo_cli.console import Console, Silent, make_console
+from grpo_cli.errors import RunError
+from grpo_cli.rundir import RunDir
+from grpo_cli.schema import Config
 
 Metrics = Mapping[str, float | int | None]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .errors import RunError
-from .seeds import derive_seed
+from grpo_cli.errors import RunError
+from grpo_cli.seeds import derive_seed
 
 
 def capture() -> dict[str, Any]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .errors import ConfigError, Finding
+from grpo_cli.errors import ConfigError, Finding
 
 _SECRET_NAME = re.compile(r"(API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?$|^NETRC$", re.IGNORECASE)
 _SHORTEST = 8

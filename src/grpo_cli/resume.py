@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import manifest
-from .errors import Finding, RunError
-from .jsonio import read_json
-from .rundir import RunDir
-from .schema import Config
+from grpo_cli import manifest
+from grpo_cli.errors import Finding, RunError
+from grpo_cli.jsonio import read_json
+from grpo_cli.rundir import RunDir
+from grpo_cli.schema import Config
 
 AUTO, NEVER = "auto", "never"
 

@@ -21,12 +21,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from . import __version__
-from .errors import ConfigError, Finding, RunError
-from .groupjson import to_dump
-from .jsonio import append_line, dumps, read_json, read_rows, write_failed, write_json, write_lines
-from .redact import check_no_secrets, redact
-from .types import Group
+from grpo_cli import __version__
+from grpo_cli.errors import ConfigError, Finding, RunError
+from grpo_cli.groupjson import to_dump
+from grpo_cli.jsonio import append_line, dumps, read_json, read_rows, write_failed, write_json, write_lines
+from grpo_cli.redact import check_no_secrets, redact
+from grpo_cli.types import Group
 
 STATUSES = ("starting", "running", "done", "failed", "refused", "guard", "stopped", "lost")
 """done: exit 0; failed: 1; refused: 2; guard: 3; stopped: 128 + N. The first two mean: not ended yet; with no live

@@ -11,8 +11,8 @@ import sys
 import time
 from types import FrameType
 
-from .errors import signal_exit_code
-from .rankfile import RankFile
+from grpo_cli.errors import signal_exit_code
+from grpo_cli.rankfile import RankFile
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_REQUEST_S = 1.0

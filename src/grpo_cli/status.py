@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import manifest
-from .errors import EXIT_FAILED, EXIT_OK, ConfigError, Finding
-from .jsonio import read_rows
-from .ledger import TRAINED, add_up
-from .rundir import RunDir
-from .terminal import Parser, one_line
+from grpo_cli import manifest
+from grpo_cli.errors import EXIT_FAILED, EXIT_OK, ConfigError, Finding
+from grpo_cli.jsonio import read_rows
+from grpo_cli.ledger import TRAINED, add_up
+from grpo_cli.rundir import RunDir
+from grpo_cli.terminal import Parser, one_line
 
 LOST = "It ended without a word: killed, or the machine went down. The same command again resumes it."
 

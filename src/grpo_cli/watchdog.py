@@ -9,7 +9,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from .rankfile import Beat, RankFiles, process_state
+from grpo_cli.rankfile import Beat, RankFiles, process_state
 
 _TRACE_WAIT_S = 2.0
 _WAITING = re.compile(r"/torch/distributed/|/deepspeed/comm/|/grpo_cli/ranks\.py")

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from .errors import (
+from grpo_cli.errors import (
     EXIT_FAILED,
     EXIT_OK,
     EXIT_USAGE,
@@ -23,9 +23,9 @@ from .errors import (
     exit_code_of,
     signal_exit_code,
 )
-from .rankfile import RankFile
-from .redact import redact
-from .signals import Interrupted, die_with_parent, stop
+from grpo_cli.rankfile import RankFile
+from grpo_cli.redact import redact
+from grpo_cli.signals import Interrupted, die_with_parent, stop
 
 AGENT_PID = "GRPO_AGENT_PID"
 
