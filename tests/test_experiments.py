@@ -75,6 +75,31 @@ def test_dapo_has_its_published_numbers():
     assert (cfg.filter.name, cfg.filter.max_rounds) == ("dynamic_sampling", 3)
 
 
+@pytest.mark.parametrize(
+    ("name", "loss"),
+    [
+        ("dr_grpo", {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "constant", "constant_length": 3000}),
+        ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"}),
+        ("cispo", {"clip_low": None, "clip_high": 4.0, "aggregation": "token_mean"}),
+        ("gmpo", {"clip_low": 0.4, "clip_high": 0.4, "aggregation": "seq_mean_token_mean"}),
+        ("sapo", {"tau_pos": 1.0, "tau_neg": 1.05, "aggregation": "seq_mean_token_mean"}),
+        ("rloo", {"kl_coef": 0.03}),
+        ("reinforce_pp", {"use_kl_in_reward": True, "kl_coef": 1e-4, "kl_estimator": "k1"}),
+        ("reinforce_pp_baseline", {"use_kl_in_reward": False, "kl_coef": 1e-3, "kl_estimator": "k2"}),
+        ("grpo", {"kl_coef": 0.04, "kl_estimator": "k3", "aggregation": "seq_mean_token_mean"}),
+        ("on_policy", {"force_on_policy_ratio": True, "clip_low": None, "clip_high": None}),
+    ],
+)
+def test_losses_have_their_published_numbers(name, loss):
+    got = config(f"+experiment={name}").config.loss
+    assert {key: getattr(got, key) for key in loss} == loss
+
+
+def test_another_loss_beside_an_experiment_brings_its_own_numbers():
+    cfg = config("+experiment=dapo", "loss=gspo").config
+    assert (cfg.loss.clip_low, cfg.loss.clip_high, cfg.loss.aggregation) == (3e-4, 4e-4, "seq_mean_token_mean")
+
+
 def test_choices_on_the_command_line_beat_an_experiment():
     """`model=` and `data=` beside an experiment choose what they say: no value of the experiment is left in the way."""
     cfg = config("+experiment=dapo", "model=tiny", "data=arithmetic", "reward=number", "rollout=hf").config
