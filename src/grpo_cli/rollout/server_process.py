@@ -124,7 +124,8 @@ class ServerProcess:
         else:
             own["TORCHDYNAMO_DISABLE"] = "1"  # the first request would compile a helper for a quarter of a minute
             own["OMP_NUM_THREADS"] = str(len(self._cores or os.sched_getaffinity(0)))
-            defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            # The trainer, the server and its engine share the cores: a thread that waits must not keep one busy.
+            defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "PASSIVE"}
         return {**defaults, **inherited, **own}
 
     def _wait(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -221,7 +222,8 @@ def _start(cfg: Config, ranks: Ranks, sleep_level: int) -> Any:
             "tensor_parallel_size": cfg.rollout.tensor_parallel_size,
             "distributed_executor_backend": "external_launcher",
         }
-    with _own_process(on_cpu, starting=True), _hidden_launcher(hide=not shared):
+    with _own_process(on_cpu, starting=True), _hidden_launcher(hide=not shared), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, about vLLM
         from vllm import LLM
 
         return LLM(**options, disable_log_stats=False)

@@ -101,6 +101,7 @@ def engine_options(cfg: Config, on_cpu: bool, engines_here: int) -> dict[str, An
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # the model's own sampling defaults must not act
         "worker_extension_cls": CLASS_PATH,
+        "use_tqdm_on_load": False,
     }
     if on_cpu:
         options["enforce_eager"] = True  # compiling takes a minute and serves CPUs little
