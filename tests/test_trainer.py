@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -354,3 +356,39 @@ class TestAdapters:
         # The merged weights, in a plain model, score as the adapted one does.
         plain.module.load_state_dict(merged)
         assert plain.score([1, 2, 3], [4, 5]) == pytest.approx(policy.score([1, 2, 3], [4, 5]), abs=1e-4)
+
+
+@pytest.mark.parametrize("overrides", ["trainer.zero_stage=1 model.dtype=bfloat16", "trainer.zero_stage=3"])
+def test_nothing_of_deepspeed_reaches_the_console(models, overrides):
+    script = (
+        "import sys; from grpo_cli import ranks; from grpo_cli.trainer import Policy; from tests import tiny\n"
+        "from tests.test_trainer import step\n"
+        "policy = Policy(tiny.config(*sys.argv[1:]), ranks.start())\n"
+        "step(policy, tiny.make_groups()); list(policy.gathered_parameters()); ranks.leave(0)"
+    )
+    command = [sys.executable, "-c", script, f"model.path={models['llama']}", *overrides.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnCuda:
+    @pytest.mark.parametrize("packing", ["none", "sequence", "shared_prefix"])
+    def test_every_packing_gives_one_answer(self, make, packing):
+        base = step(make("trainer.packing=none"), tiny.make_groups())
+        metrics = step(make(f"trainer.packing={packing}"), tiny.make_groups())
+        assert metrics["loss"] == pytest.approx(base["loss"], abs=1e-4)
+        assert metrics["grad_norm"] == pytest.approx(base["grad_norm"], rel=1e-3)
+
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_bfloat16_trains_on_every_stage(self, make, stage):
+        policy = make(stage, "model.dtype=bfloat16", "model.gradient_checkpointing=true")
+        assert step(policy, tiny.make_groups())["updates/applied_count"] == 1
+        assert policy.device.type == "cuda"
+
+    def test_flash_attention_keeps_packed_neighbours_apart(self, make):
+        pytest.importorskip("flash_attn")
+        overrides = ("model.dtype=bfloat16", "trainer.packing=sequence")
+        flash = make("model.attn_implementation=flash_attention_2", *overrides)
+        assert flash.score([1, 2, 3], [4, 5]) == pytest.approx(make(*overrides).score([1, 2, 3], [4, 5]), abs=0.1)

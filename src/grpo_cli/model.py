@@ -100,9 +100,22 @@ class Scorer(nn.Module):
         """The transformers model, with adapters inside if there are any."""
         return without_adapters(self.lm)
 
-    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies, both [T] float32, of the tempered distribution at each completion token."""
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits."""
+        return self.causal_lm.get_output_embeddings().out_features
+
+    def forward(self, micro: MicroBatch | None = None, plain_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies, both [T] float32, of the tempered distribution at each completion token.
+
+        With `plain_ids` [1, n] instead: of each of these tokens but the first, by the model's own forward pass.
+        """
         causal_lm = self.causal_lm
+        if micro is None:
+            assert plain_ids is not None
+            logits = causal_lm(input_ids=plain_ids, use_cache=False).logits[0, :-1].float() / self.temperature
+            full = logits.log_softmax(-1)
+            return full.gather(-1, plain_ids[0, 1:, None])[:, 0], -(full.exp() * full).sum(-1)
         config = causal_lm.config
         decoder = getattr(causal_lm, causal_lm.base_model_prefix)
         hidden_BLH = decoder(

@@ -24,6 +24,7 @@ from grpo_cli.optimizer import ReplicatedAdamW, lr_at
 from grpo_cli.passes import Passes, decide_passes
 from grpo_cli.ranks import Ranks
 from grpo_cli.schema import Config
+from grpo_cli.selfcheck import check_scoring
 from grpo_cli.signals import stop
 from grpo_cli.tokenizer import load_tokenizer
 
@@ -57,6 +58,8 @@ class Policy:
         lm = model.load_causal_lm(cfg.model)
         self.engine = _make_engine(_trainable(lm, cfg), cfg, ranks)
         self.scorer: model.Scorer = self.engine.module
+        check_scoring(self.engine, cfg, self.scorer.vocabulary, ranks.device)
+        self.engine.empty_partition_cache()  # ZeRO-3 keeps what it gathered for the check
         self.reference = self._load_reference()
 
     @property
@@ -101,9 +104,10 @@ class Policy:
             timings["time/old_logprobs" if passes.old.runs else "time/old_entropies"] = self._now() - start
         if passes.reference.runs:
             start = self._now()
+            reference = self.engine if self.reference is None else self.reference
             with self._without_adapters():
                 for micro in batch.micro_batches:
-                    micro.tokens.ref_T, _ = self._inference(self.reference or self.engine, micro)
+                    micro.tokens.ref_T, _ = self._inference(reference, micro)
             timings["time/ref_logprobs"] = self._now() - start
         return timings
 
