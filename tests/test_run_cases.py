@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from inprocess import FakeWandb, StageFile, execute, groups, metrics, state, train
 from safetensors.torch import load_file
 
@@ -28,6 +29,15 @@ def faulty(completions):
         {fault}
     return rewards
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads cost a model this small more than they bring."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def term(folder: Path, function: str, fault: str = "pass") -> str:
@@ -114,7 +124,7 @@ LONG = (
     *("trainer.eval_every=2", "eval.limit=2", "trainer.save_every=3", "data.train_size=5", "data.eval_size=4"),
     *("filter=dynamic_sampling", "filter.surplus=carry", "filter.max_rounds=4"),
     *("loss.correction.mode=truncate", "loss.correction.high=2.0", "logger.wandb.mode=offline"),
-    "reward.terms=[{name: regex, weight: 1.0, pattern: '[a-z]'}]",
+    "reward.terms=[{name: regex, weight: 1.0, pattern: '[A-Za-z]'}]",
 )
 
 
@@ -131,7 +141,8 @@ def whole(tmp_path_factory) -> Path:
 def test_e09_the_run_of_the_comparison_drops_carries_and_crosses_epochs(whole):
     found = metrics(whole)
     assert sum(row.get("groups/dropped_count", 0) for row in found) > 0
-    assert sum(row.get("groups/carried_count", 0) for row in found) > 0
+    assert found[3]["step"] == 3
+    assert found[3]["groups/carried_count"] > 0  # in the checkpoint that most of the runs below resume from
     assert max(row.get("groups/rounds_count", 0) for row in found) > 1
     assert len(groups(whole)) > 10
     assert len({group["prompt_id"] for group in groups(whole)}) == 5
@@ -160,7 +171,7 @@ def signal_at(monkeypatch, step: int, stage: str) -> None:
 @pytest.mark.parametrize(
     ("step", "stage", "saved"),
     [
-        (3, "rollout", 2),
+        (4, "rollout", 3),
         (1, "second round", None),
         (2, "evaluation", 2),
         (3, "record", 3),
@@ -208,7 +219,7 @@ def test_i14_the_same_command_goes_on_and_another_directory_says_where_it_looked
     assert f"Resumed after step 2 from {run}/checkpoints/step_000002" in capsys.readouterr().out
     assert train(tmp_path / "other", "trainer.steps=1") == 0
     told = capsys.readouterr().out
-    assert f"trainer.resume=auto found no whole checkpoint in {tmp_path}/other/checkpoints" in told
+    assert f"A fresh start: no whole checkpoint in {tmp_path}/other/checkpoints" in told
     assert "run.dir=DIR" in told
 
 
