@@ -58,7 +58,8 @@ def config(*overrides: str) -> Config:
         "trainer.max_grad_norm=null",
     ]
     composed = compose([*base, *overrides])
-    assert composed.config is not None, composed.findings
+    assert not composed.findings, composed.findings
+    assert composed.config is not None
     return parse(composed.config)
 
 

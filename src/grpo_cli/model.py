@@ -26,7 +26,7 @@ LOGIT_BYTES = 256 * 2**20
 
 
 def load_causal_lm(cfg: Model) -> nn.Module:
-    """The model of `model.path` in `model.dtype`, from safetensors only, with every dropout off."""
+    """The model of `model.path` in `model.dtype` in CPU memory, from safetensors only, with every dropout off."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 

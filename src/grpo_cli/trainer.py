@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import math
-import os
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +14,10 @@ from torch import Tensor, nn
 
 from grpo_cli import model, weights
 from grpo_cli.batch import Batch, MicroBatch
-from grpo_cli.deepspeed_config import engine_config, reference_config
+from grpo_cli.engine import make_engine, make_reference
 from grpo_cli.errors import GuardStop
 from grpo_cli.loss import Measures, Tokens, policy_loss, prepare
-from grpo_cli.optimizer import ReplicatedAdamW, lr_at
+from grpo_cli.optimizer import lr_at
 from grpo_cli.passes import Passes, decide_passes
 from grpo_cli.ranks import Ranks
 from grpo_cli.schema import Config
@@ -55,8 +52,7 @@ class Policy:
         self.nonfinite_steps = 0
         """Steps in a row, up to the last one, that were refused for a non-finite loss or gradient."""
         torch.manual_seed(cfg.run.seed)
-        lm = model.load_causal_lm(cfg.model)
-        self.engine = _make_engine(_trainable(lm, cfg), cfg, ranks)
+        self.engine = make_engine(cfg, ranks)
         self.scorer: model.Scorer = self.engine.module
         check_scoring(self.engine, cfg, self.scorer.vocabulary, ranks.device)
         self.engine.empty_partition_cache()  # ZeRO-3 keeps what it gathered for the check
@@ -75,13 +71,7 @@ class Policy:
         """The frozen start policy; None where nothing reads it, or where it is this model without its adapters."""
         if not self.passes.reference.runs or self.cfg.model.lora is not None:
             return None
-        lm = model.load_causal_lm(self.cfg.model).requires_grad_(False).eval()
-        scorer = model.Scorer(lm, self.cfg.rollout.temperature).to(self.device)
-        if self.cfg.trainer.zero_stage < 3:
-            return scorer
-        import deepspeed
-
-        return deepspeed.initialize(model=scorer, config=reference_config(self.cfg, self.ranks.world))[0]
+        return make_reference(self.cfg, self.ranks)
 
     # ------------------------------------------------------------------------------------------------ scoring
 
@@ -268,40 +258,3 @@ class Policy:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-def _trainable(lm: nn.Module, cfg: Config) -> model.Scorer:
-    if cfg.model.lora is not None:
-        lm = model.add_lora(lm, cfg.model)
-    if cfg.model.gradient_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    return model.Scorer(lm, cfg.rollout.temperature).eval()
-
-
-def _make_engine(scorer: model.Scorer, cfg: Config, ranks: Ranks) -> Any:
-    # DeepSpeed asserts that a launcher has set it, also where there is none.
-    os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))
-    import deepspeed
-
-    # Nothing here uses its compiled operators; looking for them takes seconds, and building the one for collectives of
-    # inference on a CPU takes a minute and writes to the console.
-    deepspeed.ops.__compatible_ops__ = {}
-    # DeepSpeed calls collectives by names that torch has deprecated.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    trainer = cfg.trainer
-    scorer.to(ranks.device)
-    parameters = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
-    adam: dict[str, Any] = {
-        "lr": trainer.lr,
-        "betas": tuple(trainer.betas),
-        "weight_decay": trainer.weight_decay,
-        "fused": True,
-    }
-    optimizer: torch.optim.Optimizer
-    if trainer.zero_stage == 0:
-        optimizer = ReplicatedAdamW(parameters, trainer.max_grad_norm, **adam)
-    else:
-        optimizer = torch.optim.AdamW(parameters, **adam)
-    with contextlib.redirect_stdout(io.StringIO()):  # memory reports; what fails is raised
-        engine, *_ = deepspeed.initialize(model=scorer, optimizer=optimizer, config=engine_config(cfg, ranks.world))
-    return engine
