@@ -224,7 +224,7 @@ class _Rollout(Section):
     weight_sync: Literal["in_process", "disk", "nccl", "ipc"]
     """How new weights reach the engine."""
     sync_tolerance: float | None
-    """Largest logprob gap between engine and trainer after a sync."""
+    """Largest logprob gap between engine and trainer after a sync, beyond what rounding explains."""
     max_staleness: int
     """Steps that generation may run ahead of training; 0 is synchronous."""
 

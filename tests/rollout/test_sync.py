@@ -102,6 +102,30 @@ def test_a_gap_that_is_not_a_number_stops():
         sync.check_sync(Policy(), OneRank(), score, None, tolerance=0.05)
 
 
+@pytest.mark.parametrize(("gap", "passes"), [(0.16, True), (0.18, False)])
+def test_the_tolerance_counts_beyond_what_rounding_explains(gap, passes):
+    class Rounding(Policy):
+        """Longer rows move its logprobs by 0.02 and 0.06: 0.05 + 2 * 0.06 = 0.17 are allowed."""
+
+        def score(self, prompt_ids, completion_ids):
+            moved = {16: 0.0, 32: 0.02, 48: 0.06}[len(completion_ids)]
+            return [self.logprob + moved] * len(completion_ids)
+
+    score, weight_gap = engine(-1.0 - gap, {name: tensor.clone() for name, tensor in weights().items()})
+    if passes:
+        metrics = sync.check_sync(Rounding(), OneRank(), score, weight_gap, tolerance=0.05)
+        assert metrics == {"sync/logprob_gap_max": pytest.approx(gap), "sync/rounding_max": pytest.approx(0.06)}
+    else:
+        with pytest.raises(GuardStop, match=r"own rounding 0\.06"):
+            sync.check_sync(Rounding(), OneRank(), score, weight_gap, tolerance=0.05)
+
+
+def test_rounding_is_not_measured_without_a_gap():
+    policy = Policy()
+    policy.score = lambda prompt_ids, completion_ids: {16: [-1.0] * 16}[len(completion_ids)]
+    assert sync.check_sync(policy, OneRank(), None, None, tolerance=0.05) == {"sync/logprob_gap_max": 0.0}
+
+
 def test_equal_weights_point_elsewhere():
     held = {name: tensor.clone() for name, tensor in weights().items()}
     score, weight_gap = engine(-1.2, held)
@@ -110,10 +134,11 @@ def test_equal_weights_point_elsewhere():
 
 
 def test_the_rank_with_the_gap_decides_for_all():
+    others = iter([0.3, 0.0, {"model.norm.weight": 0.1}])  # its gap, its rounding, its families
+
     class TwoRanks(OneRank):
         def gather(self, value):
-            other = 0.3 if isinstance(value, float) else {"model.norm.weight": 0.1}
-            return [value, other]
+            return [value, next(others)]
 
     with pytest.raises(GuardStop, match=r"model\.norm\.weight"):
         sync.check_sync(Policy(), TwoRanks(), None, None, tolerance=0.05)
