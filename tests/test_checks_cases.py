@@ -7,10 +7,12 @@ import time
 
 import pytest
 from check_helpers import GROUPS, config_of
+from omegaconf import OmegaConf
 
 from grpo_cli.checks import check, start
 from grpo_cli.checks.overrides import read_first
 from grpo_cli.compose import load
+from grpo_cli.options import conf_dir
 from grpo_cli.plan import derive
 
 NOWHERE = "model.path=./nothing-here"
@@ -84,6 +86,16 @@ def test_a10_uneven_splits_run():
         "trainer.updates_per_step=2; 1 would."
     )
     assert spread.fix == "trainer.prompts_per_step=4"
+
+
+# A16: the ramp of the overlong penalty
+
+
+@pytest.mark.parametrize(("buffer", "expected"), [(1, []), (100, []), (0, 1), (120, 1), (-1, 1)])
+def test_a16_the_ramp_lies_within_the_length(buffer, expected):
+    overlong = f"reward.overlong={{max_tokens:100,buffer_tokens:{buffer},penalty:1.0}}"
+    assert errors(overlong, "rollout.max_new_tokens=100") == (["overlong_buffer_within_max"] if expected else [])
+    assert errors("reward.overlong=null") == []
 
 
 # D02: KL in the reward
@@ -165,6 +177,21 @@ def test_d07_correction_needs_no_second_switch(rollout):
         assert errors(*on, f"loss.correction.high={high}") == ["correction_bounds_around_one"]
     mask = (f"rollout={rollout}", "loss.correction.mode=mask", "loss.correction.low=3", "loss.correction.high=2")
     assert errors(*mask) == ["correction_low_below_high"]
+
+
+# E01, E04: filters
+
+
+@pytest.mark.parametrize("rounds", ["0", "-1", "null"])
+def test_e01_there_is_no_unlimited_mode(rounds):
+    assert errors("filter=dynamic_sampling", f"filter.max_rounds={rounds}") == ["dynamic_sampling_needs_max_rounds"]
+
+
+def test_e04_no_default_lets_the_penalty_decide():
+    for filter_ in GROUPS.options["filter"]:
+        assert config_of([f"filter={filter_}"])["filter"]["metric"] == "unshaped"
+    for file in (conf_dir() / "experiment").glob("*.yaml"):
+        assert OmegaConf.load(file).get("filter", {}).get("metric", "unshaped") == "unshaped", file
 
 
 # F01, F08: the batch triple and clipping

@@ -228,11 +228,11 @@ def test_g10_a_misspelt_answer_key_is_not_an_empty_answer(tmp_path):
     assert "the nearest is answer" in message
 
 
-@pytest.mark.parametrize("prompt", ["", "   ", "\n", [], [{"role": "user", "content": " "}]])
+@pytest.mark.parametrize("prompt", ["", "   ", "\n", None, [], [{"role": "user", "content": " "}]])
 def test_g06_blank_prompts_are_refused_although_a_template_would_add_tokens(tmp_path, tokenizer, prompt):
     path = jsonl(tmp_path, {"prompt": "p", "answer": "1"}, {"prompt": prompt, "answer": "1"})
     (finding,) = inspect(config(JSONL, data__train=path), tokenizer)
-    assert finding.rule == "prompts_not_empty"
+    assert finding.rule == ("data_has_keys" if prompt is None else "prompts_not_empty")
     assert f"{path}:2: " in finding.message
 
 

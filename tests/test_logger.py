@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,3 +199,31 @@ def test_time_left_ignores_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> No
     assert clock.seconds_left(2) == 16.0
     assert duration(3725) == "1:02:05"
     assert duration(None) == "–"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed here")
+def test_the_real_wandb_offline_needs_no_key_no_terminal_and_goes_on_under_its_id(tmp_path: Path) -> None:
+    """Cases J01 and J06: an empty home, no standard input; each piece is a folder of its own, of one run."""
+    script = """
+import sys
+from configs import make_config
+from grpo_cli.logger import Logger
+from grpo_cli.rundir import RunDir
+home = RunDir.create(sys.argv[1])
+for steps, code in (([1, 2], 1), ([3], 0)):
+    home.begin(seed=0, steps=3)
+    log = Logger(make_config("logger.wandb.mode=offline", "logger.console=off"), home, start_step=steps[0] - 1)
+    for step in steps:
+        log.log(step, {"reward": 0.5})
+    log.close(code)
+"""
+    places = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "home"), "PYTHONPATH": places}
+    command = [sys.executable, "-c", script, str(tmp_path / "run")]
+    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    run_dir = RunDir(tmp_path / "run")
+    assert [row["step"] for row in rows(run_dir)] == [1, 2, 3]
+    pieces = list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert len(pieces) == 2
+    assert {piece.name.rpartition("-")[2] for piece in pieces} == {run_dir.state()["wandb"]["id"]}

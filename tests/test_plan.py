@@ -175,9 +175,10 @@ def test_deepspeeds_three_numbers_always_multiply(processes):
     )
 
 
-def test_the_rollout_dtype_is_resolved():
-    numbers = plan.derive(config_of("model=tiny"))
-    assert numbers["rollout_dtype"] == "float32"
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_rollout_dtype_is_resolved(dtype):
+    numbers = plan.derive(config_of("model=tiny", f"model.dtype={dtype}", "rollout.dtype=auto"))
+    assert numbers["rollout_dtype"] == dtype
     assert "auto" not in json.dumps(numbers)
 
 

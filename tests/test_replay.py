@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_cli.advantage import ESTIMATORS
 from grpo_cli.cli import main
 from grpo_cli.errors import ConfigError
 from grpo_cli.replay import replay
@@ -88,7 +89,7 @@ def pair(**fields):
 # --- cases of the field ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "passk"])
+@pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("filter_", ["none", "zero_std"])
 def test_constant_groups_have_no_advantage_and_no_gradient(name, filter_):
     """Case A01."""
@@ -116,6 +117,7 @@ def test_none_is_unscored_and_not_zero():
     assert got["token_grad"][0][0] == [0.0, 0.0]
     assert got["token_grad"][1] == [[0.0, 0.0]] * 4
     assert got["metrics"]["groups/unscored_count"] == 2
+    assert got["metrics"]["loss/tokens_count"] == 6  # the unscored completion is in no denominator either
 
 
 def test_a_null_term_is_left_out_of_the_sum():
@@ -282,6 +284,19 @@ def test_many_mistakes_are_counted():
     errors = refused(["loss.kl_coef=0.1"], [pair() for _ in range(30)])
     assert len(errors) == 21
     assert "and 40 more" in errors[-1].message
+
+
+def test_what_truncated_sampling_did_to_the_samplers_logprobs_enters_no_ratio():
+    """Case D05: probabilities 0.5, 0.3, 0.2 at top_p=0.8: the engine says 0.625 of the first, the trainer 0.5."""
+    lists = {
+        "logprobs": [math.log(0.5)] * 2,
+        "old_logprobs": [math.log(0.5)] * 2,
+        "sampler_logprobs": [math.log(0.625)] * 2,
+    }
+    plain = {name: values for name, values in lists.items() if name != "sampler_logprobs"}
+    got, without = (replay([TWO_EPOCHS, "rollout.top_p=0.8"], [pair(**given)]) for given in (lists, plain))
+    assert (got["metrics"]["ratio/min"], got["metrics"]["ratio/max"]) == (1.0, 1.0)
+    assert (got["loss"], got["token_grad"]) == (without["loss"], without["token_grad"])
 
 
 def test_untrained_completions_need_no_lists():

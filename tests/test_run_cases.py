@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from inprocess import FakeWandb, StageFile, execute, groups, metrics, state, train
+from inprocess import TINY, FakeWandb, StageFile, execute, groups, metrics, state, train
 from safetensors.torch import load_file
 
 from grpo_cli import cli, manifest
@@ -115,6 +117,36 @@ def test_g09_the_tail_is_trained_and_every_prompt_has_its_fate(gap):
     assert found == [
         *[("row-0", None), ("row-1", "zero_std"), ("row-2", "zero_std"), ("row-3", "zero_std"), ("row-4", None)]
     ]
+
+
+@pytest.mark.slow
+def test_e07_f10_g09_two_processes_of_which_one_has_nothing_left(gap, tmp_path):
+    """In step 1 the second rank's only prompt is dropped, in step 2 both are, in step 3 the second rank has none."""
+    run = tmp_path / "run"
+    given = [*rows(tmp_path, 1, 0, 0, 0, 1), "trainer.warmup_steps=2", "filter=zero_std", "trainer.save_every=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "grpo_cli.cli",
+        "train",
+        *TINY,
+        f"run.dir={run}",
+        "trainer.nproc_per_node=2",
+        *given,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    tokens = [[completion["token_ids"] for completion in group["completions"]] for group in groups(gap)]
+    assert [[completion["token_ids"] for completion in group["completions"]] for group in groups(run)] == tokens
+    assert [group["prompt_id"] for group in groups(run)] == [f"row-{index}" for index in range(5)]
+    alone, two = ([measured(row) for row in metrics(directory)] for directory in (gap, run))
+    for mine, theirs in zip(two, alone, strict=True):
+        assert mine == {key: pytest.approx(value, rel=1e-5, abs=1e-6) for key, value in theirs.items()}
+    for step in (1, 2, 3):
+        directory = run / "checkpoints" / f"step_{step:06d}"
+        assert manifest.problems(directory) == []
+        assert len(list(directory.glob("slices_*.safetensors"))) == 2
+    assert [path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith("step_")] == []
 
 
 # E09, J02, J06, K03, K04: stopped anywhere, resumed exactly

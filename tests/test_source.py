@@ -6,7 +6,9 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from configs import make_config
 
+from grpo_cli.advantage import assign
 from grpo_cli.signals import Interrupted
 from grpo_cli.source import SyncSource
 from grpo_cli.types import Completion, Group, Prompt
@@ -176,6 +178,38 @@ def test_two_ranks_share_the_prompts_and_see_the_same_groups():
     for result in results:
         assert ids(result.kept) == [(f"1-{index}", f"p{index}") for index in range(5)]
         assert result.metrics["reward/timeout_count"] == 2.0  # summed over ranks
+
+
+def test_groups_that_come_back_in_another_order_keep_their_rewards():
+    """Case A11: P1 (1, 0) and P2 (0, 0), whatever the order in which engine and scorer answer."""
+    rewards = {"p0": (1.0, 0.0), "p1": (0.0, 0.0), "p2": (0.0, 3.0)}
+
+    class Shuffled(Rollout):
+        def generate(self, prompts, step, version, sampling=None):
+            return [
+                Group(group_id, prompt, [Completion("x", [1], "stop"), Completion("y", [1], "stop")], step, version)
+                for group_id, prompt in [prompts[index] for index in (2, 0, 1)]
+            ]
+
+    class Backwards(Scorer):
+        def score(self, groups):
+            for group in groups:
+                for completion, reward in zip(group.completions, rewards[group.prompt.prompt_id], strict=True):
+                    completion.rewards, completion.unshaped, completion.reward = {"exact": reward}, reward, reward
+            return groups[::-1]
+
+    kept = SyncSource(config(3), Data(3), Shuffled(), Backwards(), Filter(), OneRank()).step(1).kept
+    assign(kept, make_config())
+    found = {(g.prompt.prompt_id, index): c.advantage for g in kept for index, c in enumerate(g.completions)}
+    want = {
+        ("p0", 0): 0.7071,
+        ("p0", 1): -0.7071,
+        ("p1", 0): 0.0,
+        ("p1", 1): 0.0,
+        ("p2", 0): -0.7071,
+        ("p2", 1): 0.7071,
+    }
+    assert found == pytest.approx(want, abs=1e-4)
 
 
 def test_state_goes_on_where_it_was_taken():

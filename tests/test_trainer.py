@@ -70,7 +70,7 @@ class TestPasses:
         assert not {"time/old_logprobs", "time/ref_logprobs", "kl"} & metrics.keys()
 
     def test_passes_that_run_are_timed_and_filled_in(self, make):
-        policy = make("loss.kl_coef=0.1", "trainer.epochs_per_step=2")
+        policy = make("loss.kl_coef=0.1", "trainer.epochs_per_step=2", "rollout.temperature=0.5")  # D03: on both
         batch = pack(tiny.make_groups(), policy.cfg, policy.ranks)
         assert policy.add_logprobs(batch).keys() == {"time/old_logprobs", "time/ref_logprobs"}
         for micro in batch.micro_batches:
@@ -186,6 +186,17 @@ class TestNothingToTrain:
         assert metrics["updates/empty_count"] == 1
         assert metrics["lr"] == pytest.approx(5e-3)
         assert not {"loss", "grad_norm", "loss/tokens_count"} & metrics.keys()
+        assert same(before, snapshot(policy))
+
+    def test_empty_completions_alone(self, make):
+        # B04
+        policy = make()
+        groups = tiny.make_groups()
+        for completion in (c for group in groups for c in group.completions):
+            completion.token_ids, completion.sampler_logprobs = [], []
+        before = snapshot(policy)
+        metrics = step(policy, groups)
+        assert (metrics["updates/applied_count"], metrics["updates/empty_count"]) == (0, 1)
         assert same(before, snapshot(policy))
 
     def test_a_masked_micro_batch_adds_exactly_nothing(self, make):

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
+from grpo_cli import manifest
 from grpo_cli.replay import replay
 
 BASE = ("+experiment=smoke", "trainer.prompts_per_step=2", "rollout.num_generations=4", "rollout.max_new_tokens=4")
@@ -86,6 +88,8 @@ def test_a_step_without_signal_is_logged_and_changes_nothing(scripted):
     _, empty, _ = rows(scripted)
     assert empty["frac_reward_zero_std"] == 1.0
     assert empty["updates/applied_count"] == 0
+    assert empty["groups/dropped_count"] == 2
+    assert empty["reward"] == pytest.approx(0.1)
     assert not {"loss", "grad_norm", "ratio/mean", "reward_kept", "kl"} & empty.keys()
 
 
@@ -139,7 +143,8 @@ def test_no_signal_for_too_long_ends_with_a_guard(tmp_path):
 def test_a_non_finite_loss_is_never_applied_and_stays_visible(tmp_path):
     # 1e100 is a finite reward, but no float32 holds its loss; without a deviation to divide by it stays that large.
     term = scripted_term(tmp_path, [[1, 0, 0, 0, 1, 1, 0, 0], [1e100, 0, 0, 0, 1, 0, 0, 0]])
-    done = train(tmp_path / "run", term, "advantage=dr_grpo", "trainer.steps=4", "trainer.max_nonfinite_steps=1")
+    guards = ["advantage=dr_grpo", "trainer.steps=4", "trainer.max_nonfinite_steps=1", "trainer.save_every=1"]
+    done = train(tmp_path / "run", term, *guards)
     assert done.returncode == 3, done.stdout
     first, second = rows(tmp_path / "run")
     assert first["loss"] is not None
@@ -148,6 +153,11 @@ def test_a_non_finite_loss_is_never_applied_and_stays_visible(tmp_path):
     assert second["updates/nonfinite_count"] == 1
     assert second["updates/applied_count"] == 0
     assert "step 2" in state(tmp_path / "run")["reason"]
+    checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    for directory in checkpoints:
+        assert manifest.problems(directory) == []
+        assert all(tensor.isfinite().all() for tensor in load_file(directory / "slices_00000.safetensors").values())
+    assert checkpoints[0].name == "step_000001"
 
 
 def test_sigterm_saves_and_leaves_no_process(tmp_path):
