@@ -76,7 +76,8 @@ class Server:
             with self._open(request, timeout=TIMEOUT_S) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
-            hint = f" (it wants the key of {KEY_VARIABLE})" if error.code == 401 else ""
+            said = error.read(500).decode("utf-8", errors="replace").strip()
+            hint = f" (it wants the key of {KEY_VARIABLE})" if error.code == 401 else f": {said}" if said else ""
             raise ServerError(f"{request.selector} answers with status {error.code}{hint}") from error
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", None) or error
@@ -131,7 +132,7 @@ def _check_endpoints(cfg: Config, server: Server, report: Report) -> None:
 
 
 def _check_logprobs(cfg: Config, server: Server, report: Report) -> None:
-    cold, hot = server.logprob(0.25), server.logprob(4.0)
+    cold, hot = server.logprob(0.5), server.logprob(2.0)  # vLLM takes no more than 2
     off = {"loss.correction.mode": "none", "loss.correction.low": None, "loss.correction.high": None}
     if cold is None or hot is None:
         report.add(
