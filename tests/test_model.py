@@ -125,7 +125,7 @@ class bigram(nn.Module):
 def test_temperature_divides_the_logits():
     # D03: logits [2, 0] at T = 0.5 are [4, 0]: log sigmoid(4) = -0.01815; untempered it would be -0.12693.
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[2.0], [0.0]])
-    logprobs, entropy = HeadLogprobs.apply(hidden, weight, None, torch.tensor([0]), 1 / 0.5, None)
+    logprobs, entropy = HeadLogprobs.apply(hidden, weight, None, torch.tensor([0]), True, 1 / 0.5, None)
     assert logprobs.item() == pytest.approx(-0.01815, abs=1e-5)
     p = 1 / (1 + math.exp(-4))
     assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p), abs=1e-6)
@@ -141,7 +141,7 @@ def test_head_equals_autograd_in_value_and_gradient(monkeypatch, softcap, chunk_
     targets, scale = torch.randint(11, (7,)), 0.7
     inputs = [x.clone().requires_grad_() for x in (hidden, weight, bias) if x is not None]
     reference = [x.clone().requires_grad_() for x in (hidden, weight, bias) if x is not None]
-    logprobs, entropy = HeadLogprobs.apply(*inputs, *([] if with_bias else [None]), targets, scale, softcap)
+    logprobs, entropy = HeadLogprobs.apply(*inputs, *([] if with_bias else [None]), targets, True, scale, softcap)
     logits = nn.functional.linear(reference[0], reference[1], reference[2] if with_bias else None)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)

@@ -105,8 +105,10 @@ class Scorer(nn.Module):
         """Number of logits."""
         return self.causal_lm.get_output_embeddings().out_features
 
-    def forward(self, micro: MicroBatch | None = None, plain_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies, both [T] float32, of the tempered distribution at each completion token.
+    def forward(
+        self, micro: MicroBatch | None = None, entropies: bool = True, plain_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logprobs and, if asked, entropies, both [T] float32, of the tempered distribution at each completion token.
 
         With `plain_ids` [1, n] instead: of each of these tokens but the first, by the model's own forward pass.
         """
@@ -114,8 +116,7 @@ class Scorer(nn.Module):
         if micro is None:
             assert plain_ids is not None
             logits = causal_lm(input_ids=plain_ids, use_cache=False).logits[0, :-1].float() / self.temperature
-            full = logits.log_softmax(-1)
-            return full.gather(-1, plain_ids[0, 1:, None])[:, 0], -(full.exp() * full).sum(-1)
+            return logits.log_softmax(-1).gather(-1, plain_ids[0, 1:, None])[:, 0], None
         config = causal_lm.config
         decoder = getattr(causal_lm, causal_lm.base_model_prefix)
         hidden_BLH = decoder(
@@ -126,9 +127,8 @@ class Scorer(nn.Module):
         ).last_hidden_state
         hidden_TH = hidden_BLH.flatten(0, 1)[micro.source_T]
         head = causal_lm.get_output_embeddings()
-        return head(
-            hidden_TH, targets_T=micro.targets_T, scale=logit_scale(config) / self.temperature, softcap=softcap(config)
-        )
+        scale = logit_scale(config) / self.temperature
+        return head(hidden_TH, targets_T=micro.targets_T, entropies=entropies, scale=scale, softcap=softcap(config))
 
 
 def attention_inputs(micro: MicroBatch, implementation: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -161,26 +161,28 @@ def _head_forward(
     self: nn.Linear,
     hidden: Tensor,
     targets_T: Tensor | None = None,
+    entropies: bool = True,
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> Any:
     if targets_T is None:
         return functional.linear(hidden, self.weight, self.bias)
-    return HeadLogprobs.apply(hidden, self.weight, self.bias, targets_T, scale, softcap)
+    return HeadLogprobs.apply(hidden, self.weight, self.bias, targets_T, entropies, scale, softcap)
 
 
 class HeadLogprobs(torch.autograd.Function):
     """Output head, log-softmax and pick in one, chunk by chunk: memory does not grow with tokens times vocabulary.
 
-    forward(hidden [T, H], weight [V, H], bias [V] or None, targets [T], scale, softcap) gives logprobs and entropies,
-    both [T] float32, of softmax(scale·z) with z the logits, before it squashed to softcap·tanh(z/softcap). The matrix
-    product runs in the model's type, everything after it in float32.
+    forward(hidden [T, H], weight [V, H], bias [V] or None, targets [T], entropies, scale, softcap) gives logprobs and
+    entropies (None unless asked for), both [T] float32, of softmax(scale·z) with z the logits, before it squashed to
+    softcap·tanh(z/softcap). The matrix product runs in the model's type, everything after it in float32.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, targets_T, scale, softcap):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, hidden, weight, bias, targets_T, entropies, scale, softcap):  # type: ignore[no-untyped-def]
         logprobs_T = torch.empty(len(targets_T), dtype=torch.float32, device=hidden.device)
-        logsum_T, entropy_T = torch.empty_like(logprobs_T), torch.empty_like(logprobs_T)
+        logsum_T = torch.empty_like(logprobs_T)
+        entropy_T = torch.empty_like(logprobs_T) if entropies else None
         chunks = list(_chunks(len(targets_T), weight.shape[0]))
         logits = None
         for chunk in chunks:
@@ -188,9 +190,10 @@ class HeadLogprobs(torch.autograd.Function):
             logsum = logits.logsumexp(-1)
             logsum_T[chunk] = logsum
             logprobs_T[chunk] = logits.gather(-1, targets_T[chunk, None])[:, 0] - logsum
-            probabilities = (logits - logsum[:, None]).exp_()
-            entropy_T[chunk] = logsum - torch.linalg.vecdot(probabilities, logits)
-            del probabilities
+            if entropy_T is not None:
+                probabilities = (logits - logsum[:, None]).exp_()
+                entropy_T[chunk] = logsum - torch.linalg.vecdot(probabilities, logits)
+                del probabilities
         # A single chunk is kept for the backward pass: that is most steps of a small model.
         kept = logits if len(chunks) == 1 and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, weight, bias, targets_T, logsum_T, entropy_T, kept)
@@ -203,7 +206,7 @@ class HeadLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight: Tensor | None = None
         grad_bias: Tensor | None = None
-        has_entropy_grad = bool(grad_entropy_T.any())
+        has_entropy_grad = entropy_T is not None and bool(grad_entropy_T.any())
         for chunk in _chunks(len(targets_T), weight.shape[0]):
             logits = kept if kept is not None else _logits(hidden[chunk], weight, bias, ctx.scale, ctx.softcap)
             grad = logits - logsum_T[chunk, None]
@@ -228,6 +231,7 @@ class HeadLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
             None,
             None,
             None,

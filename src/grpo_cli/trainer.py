@@ -86,7 +86,7 @@ class Policy:
         if passes.old.runs or selects:
             start = self._now()
             for micro in batch.micro_batches:
-                logprobs_T, entropy_T = self._inference(self.engine, micro)
+                logprobs_T, entropy_T = self._inference(self.engine, micro, selects)
                 if passes.old.runs:
                     micro.tokens.old_T = logprobs_T
                 if selects:
@@ -102,9 +102,9 @@ class Policy:
         return timings
 
     @torch.no_grad()
-    def _inference(self, scorer: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _inference(self, scorer: Any, micro: MicroBatch, entropies: bool = False) -> tuple[Tensor, Tensor | None]:
         stop.rank_file.alive()
-        return scorer(micro=micro)
+        return scorer(micro=micro, entropies=entropies)
 
     def _without_adapters(self) -> Any:
         return self.module.disable_adapter() if self.cfg.model.lora is not None else contextlib.nullcontext()
