@@ -93,6 +93,14 @@ def test_a_model_that_asks_for_its_own_code_is_refused_and_its_code_not_run(make
         assert not (tmp_path / "sentinel").exists()
 
 
+def test_a_model_without_safetensors_is_refused_before_anything_is_loaded(make, tmp_path):
+    shutil.copytree(locate("builtin:tiny"), tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
+    [finding] = start.check(make("model.path=model"))
+    assert finding.rule == "model_readable"
+    assert "but pytorch_model.bin: a pickle can run code and is never read" in finding.message
+
+
 def test_tokenizer_code_counts_too(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["tok.Slow", None]}}))
     assert model.own_code(tmp_path) is None  # nothing there that could run

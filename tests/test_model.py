@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import math
 
 import pytest
@@ -185,3 +187,59 @@ def test_the_gradient_of_the_last_eos_is_not_zero(models):
         scorer.zero_grad()
         logprobs_T[eos].sum().backward()
         assert scorer.causal_lm.get_output_embeddings().weight.grad[0].abs().sum() > 0
+
+
+def spoil_weights(folder, how: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    if how == "pickle under the name":
+        torch.save(Touch(folder.parent / "sentinel"), file)
+    elif how == "pickle alone":
+        file.unlink()
+        torch.save(Touch(folder.parent / "sentinel"), folder / "pytorch_model.bin")
+    elif how == "cut short":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif how == "lacks":
+        del weights["model.norm.weight"]
+        save_file(weights, file, metadata={"format": "pt"})
+    elif how == "other shape":
+        save_file(weights | {"model.norm.weight": torch.ones(7)}, file, metadata={"format": "pt"})
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (type(self.path).touch, (self.path,))
+
+
+@pytest.mark.parametrize("how", ["pickle under the name", "pickle alone", "cut short", "lacks", "other shape"])
+def test_weights_that_cannot_be_read_or_are_not_all_there_are_refused(tmp_path, how):
+    """Case L02; and transformers would put random numbers in the place of a missing weight."""
+    folder = tiny.tiny_model(tmp_path / "model")
+    spoil_weights(folder, how)
+    with pytest.raises(ConfigError, match="model_readable") as caught:
+        load_causal_lm(tiny.config(f"model.path={folder}").model)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert (how == "lacks") == ("lacks 1 of its weights, for example model.norm.weight" in str(caught.value))
+    assert not (tmp_path / "sentinel").exists()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mine"])
+def test_code_beside_the_weights_is_not_run(tmp_path, model_type):
+    """Case L01, policy and reference alike: the plain class, or an error; the module is not imported."""
+    folder = tiny.tiny_model(tmp_path / "model")
+    (folder / "mine.py").write_text(f"open({str(tmp_path / 'sentinel')!r}, 'w')\n")
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": model_type}
+    asked = {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": asked}))
+    cfg = tiny.config(f"model.path={folder}").model
+    with contextlib.nullcontext() if model_type == "llama" else pytest.raises(ConfigError, match="model_readable"):
+        assert load_causal_lm(cfg).config.model_type == "llama"
+    assert not (tmp_path / "sentinel").exists()

@@ -26,27 +26,53 @@ LOGIT_BYTES = 256 * 2**20
 
 
 def load_causal_lm(cfg: Model) -> nn.Module:
-    """The model of `model.path` in `model.dtype` in CPU memory, from safetensors only, with every dropout off."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """The model of `model.path` in `model.dtype` in CPU memory, from safetensors only, with every dropout off.
+
+    Raises ConfigError (`model_readable`) where config or weights cannot be read, and where a weight is missing:
+    transformers would put random numbers in its place.
+    """
+    from safetensors import SafetensorError
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     attention.register()
-    path: Path | str = locate(cfg.path)
+    try:
+        model, missing = _from_pretrained(cfg, locate(cfg.path))
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, ConfigError | torch.OutOfMemoryError) or getattr(error, "errno", None) is not None:
+            raise  # not the model's fault
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise _unreadable(cfg, f"cannot be loaded: {reason}") from error
+    if missing:
+        raise _unreadable(cfg, f"lacks {len(missing)} of its weights, for example {missing[0]}.")
+    if cfg.attn_implementation == "sdpa" and getattr(model, "_supports_attention_backend", False):
+        model.set_attn_implementation(attention.IMPLEMENTATION)
+    return model
+
+
+def _from_pretrained(cfg: Model, path: Path | str) -> tuple[Any, list[str]]:
+    """The model, and the names of the parameters that its files do not have."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     hub = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     config = AutoConfig.from_pretrained(path, **hub)
     _silence(config)
-    model = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
         dtype=DTYPES[cfg.dtype],
         use_safetensors=True,
         attn_implementation=cfg.attn_implementation,
+        output_loading_info=True,
         **hub,
     )
-    if cfg.attn_implementation == "sdpa" and getattr(model, "_supports_attention_backend", False):
-        model.set_attn_implementation(attention.IMPLEMENTATION)
-    return model
+    model, report = loaded
+    return model, sorted(report["missing_keys"])
+
+
+def _unreadable(cfg: Model, reason: str) -> ConfigError:
+    fix = "model.path of a whole model in safetensors; pickled weights are never read"
+    return ConfigError(Finding("model_readable", ("model.path",), f"model.path={cfg.path} {reason}", fix))
 
 
 def _silence(config: Any) -> None:

@@ -53,10 +53,22 @@ def read_tokenizer(cfg: Config, report: Report) -> Any | None:
                 keys=("model.path", "model.trust_remote_code"),
             )
             return None
+        if cfg.model.path.startswith(LOCAL_SIGNS) and not any(Path(path).glob("*.safetensors")):
+            report.add(
+                "model_readable",
+                f"model.path={cfg.model.path} holds no weights in safetensors{pickles(Path(path))}.",
+                "model.path of a model in safetensors",
+            )
         return load_tokenizer(cfg.model)
     except ConfigError as error:
         report.take_error(error)
         return None
+
+
+def pickles(folder: Path) -> str:
+    """What a message adds where a model's weights are pickles."""
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    return f" but {names[0]}: a pickle can run code and is never read" if names else ""
 
 
 def own_code(folder: Path) -> str | None:
