@@ -1,12 +1,15 @@
 """The wheel, away from the source tree, is the whole tool."""
 
+import configparser
 import subprocess
 import sys
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 
@@ -58,6 +61,35 @@ def test_every_yaml_is_in_the_wheel(built):
 def test_installed_wheel_validates_from_anywhere(installed):
     done = run(installed, "validate", "+experiment=grpo", cwd="/")
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_installed_agrees_with_itself():
+    """Case H11: what `pip check` asks, of grpo's own requirements and of theirs.
+
+    Hydra, OmegaConf and the parser of LaTeX share one antlr runtime; the pins are those that were tried together.
+    """
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    own = [line for line in setup["options"]["install_requires"].splitlines() if line]
+    assert {"math-verify==0.9.0", "latex2sympy2_extended==1.11.0", "antlr4-python3-runtime==4.9.3"} <= set(own)
+    seen, waiting, broken = set(), [("grpo", Requirement(line)) for line in own], []
+    while waiting:
+        of, asked = waiting.pop()
+        if asked.marker is not None and not any(
+            asked.marker.evaluate({"extra": extra}) for extra in ("", *asked.extras)
+        ):
+            continue
+        try:
+            version = metadata.version(asked.name)
+        except metadata.PackageNotFoundError:
+            version = "nothing"
+        if version == "nothing" or not asked.specifier.contains(version, prereleases=True):
+            broken.append(f"{of} needs {asked}, here is {version}")
+        elif (asked.name, *asked.extras) not in seen:
+            seen.add((asked.name, *asked.extras))
+            waiting += [(asked.name, Requirement(line)) for line in metadata.requires(asked.name) or []]
+    assert broken == []
+    assert len(seen) > 50
 
 
 ALL_OPTIONS = """

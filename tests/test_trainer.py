@@ -90,9 +90,11 @@ class TestPasses:
 
     @pytest.mark.parametrize("family", ["llama", "gpt2"])
     @pytest.mark.parametrize("tokens", [64, 4096])
-    def test_old_and_new_logprobs_agree_before_the_first_update(self, make, family, tokens):
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_old_and_new_logprobs_agree_before_the_first_update(self, make, family, tokens, dtype):
         # B14; both models ask for a dropout of 0.1, and GPT-2 has absolute positions.
-        policy = make("trainer.updates_per_step=2", f"trainer.micro_batch_tokens={tokens}", family=family)
+        overrides = ("trainer.updates_per_step=2", f"trainer.micro_batch_tokens={tokens}", f"model.dtype={dtype}")
+        policy = make(*overrides, family=family)
         groups = tiny.make_groups()
         batch = pack(groups, policy.cfg, policy.ranks)
         policy.add_logprobs(batch)
