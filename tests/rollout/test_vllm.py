@@ -177,3 +177,12 @@ def test_preemptions_are_counted(engine):
 def named_families(stop) -> list[str]:
     listed = str(stop.value).partition("Weights that differ: ")[2].partition(". The engine")[0]
     return [entry.split(" (by ")[0] for entry in listed.split(", ")]
+
+
+def test_more_prompt_tokens_than_fit_into_one_pass(engine):
+    """On CPUs vLLM cannot cut the prompt of a seeded request into pieces; 16 of 320 tokens are more than it takes."""
+    policy, rollout = engine
+    asked = engines.prompts(policy, *(f"{index:02d} {LONG}" for index in range(16)))
+    assert sum(len(prompt.token_ids) for _, prompt in asked) > 2 * 2048
+    groups = rollout.generate(asked, 1, 0, Sampling(n=1, max_new_tokens=4, temperature=0.7))
+    assert engines.largest_gap(policy, groups) < 1e-4

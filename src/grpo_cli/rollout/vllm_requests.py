@@ -105,6 +105,9 @@ def engine_options(cfg: Config, on_cpu: bool, engines_here: int) -> dict[str, An
     }
     if on_cpu:
         options["enforce_eager"] = True  # compiling takes a minute and serves CPUs little
+        # Between two pieces of a prompt vLLM 0.32 turns a request's own random generator back, which a CPU's cannot do:
+        # "CPU Generator does not use offset" ends the engine. So prompts are not cut into pieces.
+        options["enable_chunked_prefill"] = False
         options["kv_cache_memory_bytes"] = cpu_cache_bytes(cfg, model, engines_here)
     return {name: value for name, value in options.items() if value is not None}
 
