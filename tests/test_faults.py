@@ -56,14 +56,25 @@ def resolved(*overrides: str) -> dict[str, Any]:
     return config.model_dump()
 
 
+STARTED: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_stays() -> Iterator[None]:
+    """A test that fails leaves no run behind."""
+    yield
+    for process in STARTED:
+        process.kill()
+
+
 def start(run_dir: Path, config: dict[str, Any]) -> subprocess.Popen:
     config = copy.deepcopy(config)
     config["run"]["dir"] = str(run_dir)
     env = {**os.environ, "PYTHONPATH": str(SOURCES), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     with open(run_dir.with_suffix(".log"), "a") as log:
-        return subprocess.Popen(
-            [sys.executable, "-c", RUN, json.dumps(config), str(run_dir)], env=env, stdout=log, stderr=log
-        )
+        command = [sys.executable, "-c", RUN, json.dumps(config), str(run_dir)]
+        STARTED.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+    return STARTED[-1]
 
 
 def finish(run_dir: Path, config: dict[str, Any]) -> None:

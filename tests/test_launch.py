@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,15 +32,30 @@ def config(ranks: int = 2, timeout_s: float = 60.0, name: str = "r") -> dict:
     return {"run": {"seed": 7, "name": name}, "trainer": trainer}
 
 
+STARTED: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """A test that fails leaves no run behind."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.communicate()
+
+
 def start(script: str, run_dir: Path, cfg: dict | None = None) -> subprocess.Popen:
     env = {**os.environ, "PYTHONPATH": f"{SOURCES}:{TESTS}", "SCRIPT": script, "WANDB_API_KEY": "k" * 40}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", RUN, json.dumps(cfg or config()), str(run_dir)],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    STARTED.append(process)
+    return process
 
 
 def run(script: str, run_dir: Path, cfg: dict | None = None) -> tuple[int, str, dict]:
@@ -189,13 +206,16 @@ def test_second_run_in_one_directory_is_refused(tmp_path: Path) -> None:
 
 def test_attempts_are_kept(tmp_path: Path) -> None:
     run("guard", tmp_path / "run", config(ranks=1))
+    place = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
     process = start("waits", tmp_path / "run", config(ranks=1))
     wait_ready(process, ranks=1)
     process.kill()
     process.wait()
     wait_gone(tmp_path / "run")
+    assert list(place.glob(f"grpo-ranks-{process.pid}-*"))  # nobody could clean up
     _, _, state = run("done", tmp_path / "run", config(ranks=1))
     assert [attempt["status"] for attempt in state["previous"]] == ["guard", "lost"]
+    assert not list(place.glob(f"grpo-ranks-{process.pid}-*"))
 
 
 def test_command_of_several_nodes(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ from grpo_cli.rundir import RunDir
 from grpo_cli.signals import HANDLED, SAME_REQUEST_S
 from grpo_cli.watchdog import Watchdog
 
+_PREFIX = "grpo-ranks-"
 _POLL_S = 0.1
 _LAST_WORDS_S = 2.0
 """How long the other ranks may still speak after one has failed."""
@@ -102,9 +104,7 @@ def environment(cfg: Mapping[str, Any], ranks_dir: Path) -> dict[str, str]:
 
 def _run(home: RunDir, cfg: Mapping[str, Any], worker: str) -> tuple[int, str | None]:
     """Start, watch and reap; (exit code, sentence for run.json)."""
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    ranks_dir = Path(tempfile.mkdtemp(prefix="grpo-", dir=memory))
-    with _signals() as got, _subreaper() as reap:
+    with _ranks_dir() as ranks_dir, _signals() as got, _subreaper() as reap:
         agent = subprocess.Popen(
             command(cfg, home.path, worker),
             env=environment(cfg, ranks_dir),
@@ -116,10 +116,36 @@ def _run(home: RunDir, cfg: Mapping[str, Any], worker: str) -> tuple[int, str | 
             return watch.until_end()
         finally:
             reap(agent, RankFiles(ranks_dir))
-            shutil.rmtree(ranks_dir, ignore_errors=True)
             if sys.stdout.isatty():
                 sys.stdout.write("\x1b[?25h")  # a killed live display leaves the cursor hidden
                 sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _ranks_dir() -> Iterator[Path]:
+    """A private directory for rankfile.py, in memory where there is such a place; those of killed parents go too."""
+    place = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    for old in place.glob(f"{_PREFIX}*-*"):
+        with contextlib.suppress(OSError, ValueError), _locked(old):
+            if not is_running(int(old.name.removeprefix(_PREFIX).partition("-")[0])):
+                shutil.rmtree(old, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place))
+    try:
+        with _locked(made):
+            yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold a directory; OSError where another process does (its number alone may mean another one in a container)."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
 
 
 class _Watch:
@@ -171,7 +197,8 @@ class _Watch:
         for rank in sorted(set(pids) - self._told):
             self._told.add(rank)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[rank], asked[0])
+                if is_running(pids[rank]):
+                    os.kill(pids[rank], asked[0])
 
     def _first_failure(self) -> tuple[int, str | None] | None:
         """Exit code and reason once a rank has failed or died; the one that did so first tells."""
@@ -243,8 +270,10 @@ def _subreaper() -> Iterator[Callable[[subprocess.Popen, RankFiles], None]]:
     prctl(36, 1, 0, 0, 0)  # 36 = PR_SET_CHILD_SUBREAPER
 
     def reap(agent: subprocess.Popen, files: RankFiles) -> None:
-        kill_groups([agent.pid, *files.pids().values()])
-        agent.wait()
+        if agent.poll() is None:
+            kill_groups([agent.pid])
+            agent.wait()
+        kill_groups(files.pids().values())
         while strays := [pid for pid in _children() if pid not in mine]:
             for pid in strays:
                 with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -261,7 +290,8 @@ def kill_groups(leaders: Iterable[int]) -> None:
     """Kill the process groups of these processes; agent and workers each lead a session of their own."""
     for leader in leaders:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(leader, signal.SIGKILL)
+            if leader > 0:
+                os.killpg(leader, signal.SIGKILL)
 
 
 def _children() -> list[int]:

@@ -16,18 +16,29 @@ from pathlib import Path
 ENV = "GRPO_RANKS_DIR"
 
 
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name; empty where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return []
+
+
 def process_state(pid: int) -> str | None:
     """The kernel's letter for the state of a process (T stopped, D in the kernel, Z dead and not reaped); None:
     gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (OSError, IndexError):
-        return None
+    return next(iter(_stat(pid)), None)
+
+
+def process_start(pid: int) -> str | None:
+    """When a process started, in clock ticks since boot: with its number it names one process for good."""
+    fields = _stat(pid)
+    return fields[19] if len(fields) > 19 else None
 
 
 def is_running(pid: int) -> bool:
     """Whether a process is there and not dead."""
-    return process_state(pid) not in (None, "Z", "X")
+    return pid > 0 and process_state(pid) not in (None, "Z", "X")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +81,7 @@ class RankFile:
             with contextlib.suppress(OSError):
                 self._fd = os.open(self._dir / f"{self.rank}.beat", os.O_WRONLY | os.O_CREAT, 0o600)
                 self._write()
-                (self._dir / f"{self.rank}.pid").write_text(str(os.getpid()))
+                (self._dir / f"{self.rank}.pid").write_text(f"{os.getpid()} {process_start(os.getpid())}")
 
     def beat(self, step: int, stage: str) -> None:
         """A new stage begins."""
@@ -129,8 +140,13 @@ class RankFiles:
         self.dir = directory
 
     def pids(self) -> dict[int, int]:
-        """Rank -> process id of the ranks that have started."""
-        return {rank: int(text) for rank, text in self._read("pid").items() if text.isdigit()}
+        """Rank -> process id of the ranks that have started; 0 for one whose number another has now."""
+        pids = {}
+        for rank, text in self._read("pid").items():
+            number, _, start = text.partition(" ")
+            if start:
+                pids[rank] = int(number) if process_start(int(number)) in (None, start) else 0
+        return pids
 
     def beats(self) -> dict[int, Beat]:
         return {rank: Beat(**value) for rank, value in self._json("beat").items()}

@@ -69,8 +69,9 @@ class Watchdog:
         """Ranks whose main thread is not inside a collective, where the stacks tell some apart from the others."""
         pids = self._files.pids()
         for rank in late:
-            with contextlib.suppress(OSError, KeyError):
-                os.kill(pids[rank], signal.SIGUSR1)
+            with contextlib.suppress(OSError):
+                if pids.get(rank):
+                    os.kill(pids[rank], signal.SIGUSR1)
         until = time.monotonic() + _TRACE_WAIT_S
         while time.monotonic() < until and not all(self._files.trace(rank) for rank in late):
             time.sleep(0.05)
