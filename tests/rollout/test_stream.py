@@ -14,9 +14,34 @@ from grpo_cli.filter import make_filter
 from grpo_cli.rollout.stream import AsyncSource
 from grpo_cli.types import Completion, Group, Prompt
 from tests.configs import make_config
-from tests.test_source import Data, OneRank
 
 P = 2
+
+
+class OneRank:
+    rank, world, first = 0, 1, True
+
+    def gather(self, value):
+        return [value]
+
+
+class Data:
+    """Prompts p0, p1, ... up to `size`."""
+
+    def __init__(self, size: int):
+        self.size, self.cursor = size, 0
+
+    def next(self, count):
+        stop = min(self.cursor + count, self.size)
+        prompts = [Prompt(f"p{index}", "text", [index], None) for index in range(self.cursor, stop)]
+        self.cursor = stop
+        return prompts
+
+    def state(self):
+        return {"cursor": self.cursor}
+
+    def load_state(self, state):
+        self.cursor = state["cursor"]
 
 
 class Client:
