@@ -10,6 +10,7 @@ from grpo_cli.signals import Interrupted, stop
 from grpo_cli.workerproc import run_worker
 
 RANK = int(os.environ["RANK"])
+KEY = os.environ["WANDB_API_KEY"]
 
 
 def wait_for_stop() -> None:
@@ -50,8 +51,7 @@ SCRIPTS = {
     "done": lambda: "all went well",
     "guard": lambda: raise_(GuardStop("the sync check failed in layers.0")),
     "config": lambda: raise_(ConfigError(Finding("some_rule", ("a.b",), "a.b is 0.", "a.b=1"))),
-    "fails": lambda: raise_(RunError("it broke")) if RANK == 1 else wait_for_stop(),
-    "secret": lambda: raise_(RunError(f"the key is {os.environ['WANDB_API_KEY']}")),
+    "fails": lambda: raise_(RunError(f"it broke; the key is {KEY}")) if RANK == 1 else wait_for_stop(),
     "killed": lambda: os.kill(os.getpid(), 9) if RANK == 1 else wait_for_stop(),
     "hangs": hang_on_rank_1,
     "frozen": lambda: os.kill(os.getpid(), 19) if RANK == 1 else wait_for_stop(),

@@ -131,24 +131,10 @@ def assert_same_end(got: Path, whole: Path) -> None:
     assert prompts["drawn"] == prompts["trained"] + sum(prompts["dropped"].values()) + prompts["pending"]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run."""
-    run_dir = tmp_path_factory.mktemp("whole") / "run"
-    finish(run_dir, resolved())
-    return run_dir
-
-
-def test_run_in_two_halves_is_the_same_run(whole: Path, tmp_path: Path) -> None:
-    finish(tmp_path / "run", resolved("trainer.steps=4"))
-    finish(tmp_path / "run", resolved())
-    assert_same_end(tmp_path / "run", whole)
-    assert "Resumed after step 4" in (tmp_path / "run.log").read_text()
-
-
 @pytest.mark.slow
-def test_ten_kills_at_random_moments(whole: Path, tmp_path: Path) -> None:
+def test_ten_kills_at_random_moments(tmp_path: Path) -> None:
     """SIGTERM and SIGINT to the parent or to the worker, SIGKILL to either; the same command each time."""
+    finish(tmp_path / "whole", resolved())
     draw = random.Random(7)
     run_dir = tmp_path / "run"
     for attempt, blow in enumerate(_blows(draw)):
@@ -165,7 +151,7 @@ def test_ten_kills_at_random_moments(whole: Path, tmp_path: Path) -> None:
         allowed = {0, 128 + signum, -signum} | ({1} if to_worker else set())
         assert code in allowed, run_dir.with_suffix(".log").read_text()
     finish(run_dir, resolved())
-    assert_same_end(run_dir, whole)
+    assert_same_end(run_dir, tmp_path / "whole")
     assert len(RunDir(run_dir).state()["previous"]) == 10
     assert workers(run_dir) == []
 
@@ -177,6 +163,7 @@ def _blows(draw: random.Random) -> Iterator[tuple[bool, int]]:
     yield from blows
 
 
+@pytest.mark.slow
 def test_signal_to_one_of_two_ranks_saves_on_both(tmp_path: Path) -> None:
     two = "trainer.nproc_per_node=2"
     finish(tmp_path / "whole", resolved(two))

@@ -93,10 +93,9 @@ def wait_gone(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "code", "status", "reason"),
     [
-        ("done", 0, "done", "all went well"),
         ("guard", 3, "guard", "the sync check failed in layers.0"),
         ("config", 2, "refused", "some_rule"),
-        ("fails", 1, "failed", "it broke"),
+        ("fails", 1, "failed", "it broke; the key is <WANDB_API_KEY>"),
         ("killed", 1, "failed", "Rank 1 died of SIGKILL"),
     ],
 )
@@ -107,13 +106,8 @@ def test_exit_code_and_run_json(tmp_path: Path, script: str, code: int, status: 
     assert reason in state["reason"]
     assert code == 0 or reason in errors
     assert "Traceback" not in errors
-    wait_gone(tmp_path / "run")
-
-
-def test_secrets_stay_out_of_run_json_and_output(tmp_path: Path) -> None:
-    _, errors, state = run("secret", tmp_path / "run", config(ranks=1))
-    assert state["reason"] == "the key is <WANDB_API_KEY>"
     assert "kkkk" not in errors
+    wait_gone(tmp_path / "run")
 
 
 @pytest.mark.parametrize("script", ["hangs", "frozen"])
@@ -125,14 +119,13 @@ def test_watchdog_names_the_rank_that_stands_still(tmp_path: Path, script: str) 
     wait_gone(tmp_path / "run")
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signal_to_the_parent_stops_all_ranks(tmp_path: Path, signum: int, code: int) -> None:
+def test_signal_to_the_parent_stops_all_ranks(tmp_path: Path) -> None:
     process = start("waits", tmp_path / "run")
     wait_ready(process)
-    process.send_signal(signum)
-    assert process.wait(timeout=20) == code
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 130
     state = json.loads((tmp_path / "run/run.json").read_text())
-    assert (state["status"], state["exit_code"]) == ("stopped", code)
+    assert (state["status"], state["exit_code"]) == ("stopped", 130)
     wait_gone(tmp_path / "run")
 
 
@@ -168,11 +161,17 @@ def test_signal_before_anything_can_be_saved(tmp_path: Path) -> None:
 
 
 def test_no_child_outlives_a_killed_parent(tmp_path: Path) -> None:
+    place = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
     process = start("waits", tmp_path / "run")
     wait_ready(process)
     process.kill()
     process.wait()
     wait_gone(tmp_path / "run")
+    assert list(place.glob(f"grpo-ranks-{process.pid}-*"))  # nobody could clean up
+    code, _, state = run("done", tmp_path / "run", config(ranks=1))
+    assert (code, state["status"], state["reason"]) == (0, "done", "all went well")
+    assert [attempt["status"] for attempt in state["previous"]] == ["lost"]
+    assert not list(place.glob(f"grpo-ranks-{process.pid}-*"))
 
 
 def test_stray_grandchildren_are_ended(tmp_path: Path) -> None:
@@ -202,20 +201,6 @@ def test_second_run_in_one_directory_is_refused(tmp_path: Path) -> None:
     assert "run_dir_is_fresh" in errors
     first.send_signal(signal.SIGTERM)
     assert first.wait(timeout=20) == 143
-
-
-def test_attempts_are_kept(tmp_path: Path) -> None:
-    run("guard", tmp_path / "run", config(ranks=1))
-    place = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
-    process = start("waits", tmp_path / "run", config(ranks=1))
-    wait_ready(process, ranks=1)
-    process.kill()
-    process.wait()
-    wait_gone(tmp_path / "run")
-    assert list(place.glob(f"grpo-ranks-{process.pid}-*"))  # nobody could clean up
-    _, _, state = run("done", tmp_path / "run", config(ranks=1))
-    assert [attempt["status"] for attempt in state["previous"]] == ["guard", "lost"]
-    assert not list(place.glob(f"grpo-ranks-{process.pid}-*"))
 
 
 def test_command_of_several_nodes(tmp_path: Path) -> None:
