@@ -45,7 +45,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 def test_final_model_and_exported_checkpoint_are_the_policy(
     stage: int, llama: Path, alone: ranks.Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    policy = trained(llama, alone, f"trainer.zero_stage={stage}")
+    policy = trained(llama, alone, f"trainer.zero_stage={stage}", "data.chat_template='{{messages[0].content}}'")
     expected = {name: tensor.clone() for name, tensor in policy.gathered_parameters()}
     run_dir = RunDir.create(tmp_path / "run")
     checkpoint.save(policy.cfg, run_dir, alone, policy, {"step": 1, "policy": {}})
@@ -55,7 +55,9 @@ def test_final_model_and_exported_checkpoint_are_the_policy(
         found = weights(directory)
         assert set(expected) <= set(found)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        assert AutoTokenizer.from_pretrained(directory)("w5")["input_ids"]
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        assert tokenizer("w5")["input_ids"]
+        assert tokenizer.chat_template == "{{messages[0].content}}"  # the one that it was trained behind
         assert (directory / "generation_config.json").exists()
         assert "grpo" not in (directory / "config.json").read_text()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

@@ -7,6 +7,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from grpo_cli import manifest
 from grpo_cli.errors import EXIT_OK, ConfigError, Finding, RunError
 from grpo_cli.jsonio import fsync_dir, write_failed, write_json
 from grpo_cli.rundir import RunDir
+from grpo_cli.schema import Config
 from grpo_cli.terminal import Parser
 
 SHARD_BYTES = 2**30
@@ -66,7 +68,7 @@ def export(directory: Path, out: Path) -> None:
     if cfg.model.lora is not None:
         lm = model.add_lora(lm, cfg.model)
     checkpoint.read_weights(directory, lm)
-    _write(lm, load_tokenizer(cfg.model), weights.full_parameters(lm), out)
+    _write(lm, _tokenizer(load_tokenizer(cfg.model), cfg), weights.full_parameters(lm), out)
 
 
 def save_model(policy: Any, out: Path, ranks: Any) -> None:
@@ -78,7 +80,7 @@ def save_model(policy: Any, out: Path, ranks: Any) -> None:
     parameters = policy.gathered_parameters()
     if ranks.first:
         try:
-            _write(policy.module, policy.tokenizer, parameters, out)
+            _write(policy.module, _tokenizer(policy.tokenizer, policy.cfg), parameters, out)
         except RunError as error:
             failure = str(error)
     for _ in parameters:  # the other ranks, and the first one after a failure, take part in every gather
@@ -86,6 +88,15 @@ def save_model(policy: Any, out: Path, ranks: Any) -> None:
     failure = ranks.gather(failure)[0]
     if failure:
         raise RunError(failure)
+
+
+def _tokenizer(tokenizer: Any, cfg: Config) -> Any:
+    """The tokenizer with the chat template that the policy was trained behind."""
+    from grpo_cli.data.encode import read_template
+
+    with suppress(ConfigError):  # the template's file has gone since the start: the weights are worth more
+        tokenizer.chat_template = read_template(cfg.data.chat_template) or tokenizer.chat_template
+    return tokenizer
 
 
 def _write(lm: Any, tokenizer: Any, parameters: Iterable[tuple[str, Any]], out: Path) -> None:
