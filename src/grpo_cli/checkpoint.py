@@ -29,6 +29,7 @@ from grpo_cli.ranks import Ranks
 from grpo_cli.resume import AUTO, NEVER
 from grpo_cli.rundir import RunDir
 from grpo_cli.schema import Config
+from grpo_cli.signals import stop
 from grpo_cli.tensorfile import TensorWriter
 from grpo_cli.zerostate import MOMENTS, WEIGHT, ZeroState
 
@@ -103,6 +104,7 @@ def _write_rank(aside: Path, ranks: Ranks, zero: ZeroState) -> dict[str, Any]:
     slices = aside / f"slices_{ranks.rank:05d}.safetensors"
     writer = TensorWriter(slices, shapes, {"starts": starts})
     for piece in pieces:
+        stop.rank_file.alive()
         for kind, view in zero.tensors(piece).items():
             writer.write(f"{kind}/{piece.name}", view)
     digest = writer.close()

@@ -16,6 +16,7 @@ from grpo_cli.errors import EXIT_OK, ConfigError, Finding, RunError
 from grpo_cli.jsonio import fsync_dir, write_failed, write_json
 from grpo_cli.rundir import RunDir
 from grpo_cli.schema import Config
+from grpo_cli.signals import stop
 from grpo_cli.terminal import Parser
 
 SHARD_BYTES = 2**30
@@ -84,7 +85,7 @@ def save_model(policy: Any, out: Path, ranks: Any) -> None:
         except RunError as error:
             failure = str(error)
     for _ in parameters:  # the other ranks, and the first one after a failure, take part in every gather
-        pass
+        stop.rank_file.alive()
     failure = ranks.gather(failure)[0]
     if failure:
         raise RunError(failure)
@@ -155,6 +156,7 @@ def _shards(parameters: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
     shard: dict[str, Any] = {}
     size = 0
     for name, tensor in parameters:
+        stop.rank_file.alive()
         if shard and size + tensor.nbytes > SHARD_BYTES:
             yield shard
             shard, size = {}, 0

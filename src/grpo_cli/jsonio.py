@@ -44,10 +44,13 @@ def write_failed(path: Path, error: OSError) -> RunError:
 
 
 def fsync_dir(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Make the names in a directory durable, where the file system can."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(fd)
 
