@@ -46,8 +46,32 @@ def run(policy: Policy) -> dict[str, Any]:
         logprobs = [value for g in groups for c in g.completions for value in c.logprobs or []]
         rows.append(metrics | {"logprobs": logprobs})
         passes.append(policy.ranks.gather([len(update) for update in batch.updates]))
+    refused = refuse(policy)
     weights = {name: tensor.float().norm().item() for name, tensor in policy.gathered_parameters()}
-    return {"rows": rows, "passes": passes, "weights": weights, "generation": generate(policy), "score": score(policy)}
+    return {
+        "rows": rows,
+        "passes": passes,
+        "weights": weights,
+        "generation": generate(policy),
+        "score": score(policy),
+    } | refused
+
+
+def refuse(policy: Policy) -> dict[str, Any]:
+    """A step that has a NaN on the first rank alone: what it counts, and whether any weight moved."""
+    before = [tensor.clone() for _, tensor in policy.gathered_parameters()]
+    batch = pack(steps()[0], policy.cfg, policy.ranks)
+    policy.add_logprobs(batch)
+    if policy.ranks.first:
+        for micro in batch.updates[0]:
+            micro.tokens.advantage_N[:] = float("nan")
+    batch.updates = batch.updates[:1]
+    whole = policy.cfg
+    policy.cfg = whole.model_copy(update={"trainer": whole.trainer.model_copy(update={"updates_per_step": 1})})
+    metrics = policy.update(batch, STEPS + 1)
+    policy.cfg = whole
+    same = all(torch.equal(old, new) for old, (_, new) in zip(before, policy.gathered_parameters(), strict=True))
+    return {"refused": policy.ranks.gather(metrics["updates/nonfinite_count"]), "unmoved": policy.ranks.gather(same)}
 
 
 def generate(policy: Policy) -> float:

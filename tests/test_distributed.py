@@ -162,6 +162,12 @@ def test_stages_agree_in_bfloat16(two_processes, scenario):
     assert_same(two_processes[scenario], two_processes[BFLOAT16[0]], rel=1e-3)
 
 
+@pytest.mark.parametrize("scenario", [*STAGES, *OFFLOAD])
+def test_all_ranks_refuse_what_is_not_finite_on_one(two_processes, scenario):
+    assert two_processes[scenario]["refused"] == [1, 1]
+    assert two_processes[scenario]["unmoved"] == [True, True]
+
+
 @pytest.mark.parametrize("scenario", STAGES)
 def test_generation_sees_whole_weights(two_processes, scenario):
     result = two_processes[scenario]

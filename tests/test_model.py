@@ -166,6 +166,14 @@ def test_dropout_is_off_in_training_mode_too(models):
     assert score(scorer.train(), groups) == quiet
 
 
+def test_a_saved_config_has_the_dropout_that_it_came_with(models):
+    lm = load_causal_lm(tiny.config(f"model.path={models['gpt2']}").model)
+    assert (lm.config.resid_pdrop, lm.transformer.drop.p) == (0.0, 0.0)
+    saved = model.config_to_save(lm)
+    assert (saved.resid_pdrop, saved.embd_pdrop, saved.attn_pdrop) == (0.1, 0.1, 0.1)
+    assert lm.config.resid_pdrop == 0.0
+
+
 def test_a_head_with_an_adapter_is_refused(models):
     pytest.importorskip("peft")
     lora = "model.lora={rank: 2, alpha: 4.0, dropout: 0.0, target_modules: [lm_head]}"

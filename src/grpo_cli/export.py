@@ -101,6 +101,7 @@ def _tokenizer(tokenizer: Any, cfg: Config) -> Any:
 
 
 def _write(lm: Any, tokenizer: Any, parameters: Iterable[tuple[str, Any]], out: Path) -> None:
+    from grpo_cli.model import config_to_save
     from grpo_cli.weights import without_adapters
 
     plain = without_adapters(lm)
@@ -109,7 +110,7 @@ def _write(lm: Any, tokenizer: Any, parameters: Iterable[tuple[str, Any]], out: 
         try:
             aside.mkdir(parents=True)
             _write_weights(parameters, aside)
-            plain.config.save_pretrained(aside)
+            config_to_save(plain).save_pretrained(aside)
             if plain.generation_config is not None:
                 plain.generation_config.save_pretrained(aside)
             tokenizer.save_pretrained(aside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,7 +57,7 @@ def _from_pretrained(cfg: Model, path: Path | str) -> tuple[Any, list[str]]:
 
     hub = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     config = AutoConfig.from_pretrained(path, **hub)
-    _silence(config)
+    silenced = _silence(config)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
@@ -67,6 +68,7 @@ def _from_pretrained(cfg: Model, path: Path | str) -> tuple[Any, list[str]]:
         **hub,
     )
     model, report = loaded
+    model.silenced = silenced
     return model, sorted(report["missing_keys"])
 
 
@@ -75,11 +77,24 @@ def _unreadable(cfg: Model, reason: str) -> ConfigError:
     return ConfigError(Finding("model_readable", ("model.path",), f"model.path={cfg.path} {reason}", fix))
 
 
-def _silence(config: Any) -> None:
-    """Switch off all that draws random numbers in a forward pass: the ratio must be 1 before the first update."""
-    for name, value in list(vars(config).items()):
-        if isinstance(value, float) and ("dropout" in name or "pdrop" in name or "jitter" in name):
-            setattr(config, name, 0.0)
+def _silence(config: Any) -> dict[str, float]:
+    """Switch off all that draws random numbers in a forward pass: the ratio must be 1 before the first update.
+
+    Returns what it found.
+    """
+    names = [name for name in vars(config) if "dropout" in name or "pdrop" in name or "jitter" in name]
+    found = {name: getattr(config, name) for name in names if isinstance(getattr(config, name), float)}
+    for name in found:
+        setattr(config, name, 0.0)
+    return found
+
+
+def config_to_save(causal_lm: Any) -> Any:
+    """The model's config as it came, dropouts included: what belongs beside its weights in a directory."""
+    config = copy.deepcopy(causal_lm.config)
+    for name, value in causal_lm.silenced.items():
+        setattr(config, name, value)
+    return config
 
 
 def add_lora(model: nn.Module, cfg: Model) -> nn.Module:
@@ -166,7 +181,7 @@ def attention_inputs(micro: MicroBatch, implementation: str, dtype: torch.dtype)
         # A 4-D mask passes through transformers untouched: here only the sign that none need be made.
         return {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool), "packing": micro.plan}
     mask = attention.dense_mask(micro.spans).to(micro.input_ids.device)
-    if implementation == "eager":
+    if implementation != "sdpa":  # every other kernel adds its mask to the scores
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
     return {"attention_mask": mask}
 
