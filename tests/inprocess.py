@@ -46,7 +46,7 @@ def train(directory: Path, *overrides: str) -> int:
     """Exit code of one run of the tiny model in `directory`."""
     loaded = load([*TINY, f"run.dir={directory}", *overrides], "train")
     loaded.require()
-    assert loaded.resolved is not None
+    assert loaded.resolved is not None  # with absolute paths
     return execute(loaded.resolved, directory)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_cli import checkpoint, manifest, ranks
+from grpo_cli import checkpoint, export, manifest, ranks
 from grpo_cli.errors import ConfigError, RunError
 from grpo_cli.rundir import RunDir
 from grpo_cli.tensorfile import TensorWriter
@@ -353,6 +353,8 @@ def test_pickle_is_never_run(small: tuple, alone: ranks.Ranks, tmp_path: Path) -
     explicit = tiny.config(f"model.path={cfg.model.path}", f"trainer.resume={directory}")
     with pytest.raises(ConfigError, match="no safetensors"):
         checkpoint.load(explicit, run_dir, alone, policy)
+    with pytest.raises(ConfigError, match="no safetensors"):
+        export.main([str(run_dir.path), str(tmp_path / "out"), "--step", "8"])
     assert not sentinel.exists()
 
 

@@ -14,8 +14,10 @@ from inprocess import TINY, FakeWandb, StageFile, execute, groups, metrics, stat
 from safetensors.torch import load_file
 
 from grpo_cli import cli, manifest
+from grpo_cli.rundir import RunDir
 from grpo_cli.signals import stop
 from grpo_cli.source import SyncSource
+from grpo_cli.trainer import Policy
 
 TERM = """
 calls = 0
@@ -89,6 +91,30 @@ def test_a06_a07_a15_a_failing_term_ends_the_run_and_no_step_of_it_is_applied(tm
     weights = load_file(last_checkpoint(run) / "slices_00000.safetensors")
     assert last_checkpoint(run).name == "step_000001"
     assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+# D09: weights that do not reach the engine
+
+
+def test_d09_a_sync_that_brings_other_weights_ends_the_run_and_its_step_is_written_down(tmp_path, monkeypatch):
+    score = Policy.score
+    syncs = []
+
+    def off_from_the_third(self, prompt_ids, completion_ids):
+        syncs.append(1)
+        return [value - 0.5 * (len(syncs) > 2) for value in score(self, prompt_ids, completion_ids)]
+
+    monkeypatch.setattr(Policy, "score", off_from_the_third)
+    run = tmp_path / "run"
+    letters = "reward.terms=[{name: regex, weight: 1.0, pattern: '[A-Za-z]'}]"
+    assert train(run, letters, "trainer.lr=1e-2", "trainer.steps=4", "trainer.save_every=1") == 3
+    assert state(run)["status"] == "guard"
+    assert "rollout.sync_tolerance" in state(run)["reason"]
+    first, second = metrics(run)
+    assert first["sync/logprob_gap_max"] < 1e-4
+    assert (second["step"], second["updates/applied_count"]) == (2, 1)
+    assert "sync/logprob_gap_max" not in second
+    assert last_checkpoint(run).name == "step_000001"
 
 
 # E06: an empty step
@@ -253,6 +279,26 @@ def test_i14_the_same_command_goes_on_and_another_directory_says_where_it_looked
     told = capsys.readouterr().out
     assert f"A fresh start: no whole checkpoint in {tmp_path}/other/checkpoints" in told
     assert "run.dir=DIR" in told
+
+
+# I12: a run directory is all that a restart needs
+
+
+def test_i12_a_run_goes_on_from_its_directory_wherever_it_is_called(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    rows(tmp_path / "here", 1, 1, 1, 1)
+    given = ["data=jsonl", "data.train=./rows.jsonl", "data.max_prompt_tokens=64", "trainer.steps=1"]
+    python = "reward.terms=[{name: python, weight: 1.0, path: term.py, function: alternate}]"
+    assert train(tmp_path / "run", *given, python, "trainer.save_every=1") == 0
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    resolved = RunDir(tmp_path / "run").read_config()
+    assert resolved["data"]["train"] == f"{tmp_path}/here/rows.jsonl"
+    resolved["trainer"]["steps"] = 2
+    assert execute(resolved, tmp_path / "run") == 0
+    assert [row["reward"] for row in metrics(tmp_path / "run")] == [0.5, 0.5]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 # J05: a sweep with W&B
