@@ -1,6 +1,6 @@
 """Time of a training step: what a skipped logprob pass saves, and what packing saves.
 
-    python benchmarks/step_time.py --model builtin:smollm2-135m --prompts 8 --generations 8 --repeat 5
+    python benchmarks/step_time.py --model builtin:smollm2-135m --prompts 8 --generations 8 --repeat 3
 
 One process, one policy, one batch; the variants take turns, so that a slow moment of the machine hits all of them.
 Prints the median seconds of each, on the clock and on the processor, and their ratios.
@@ -70,7 +70,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--completion-tokens", type=int, default=24, help="longest completion; lengths are uniform")
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
     parser.add_argument("--zero-stage", type=int, default=0)
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=3)
     return parser.parse_args()
 
 
