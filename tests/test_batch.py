@@ -62,14 +62,17 @@ def test_what_cannot_be_trained_costs_no_pass():
         group([1], completion([2]), completion([3], reward=None)),
         group([1], completion([2])),
     ]
-    found = [(s.group, s.completion) for s in trained_sequences(groups, mask_truncated=True)]
-    # The second group has one scored completion: no baseline. The third is a group of one by design.
-    assert found == [(0, 3), (2, 0)]
-    assert [(s.group, s.completion) for s in trained_sequences(groups, mask_truncated=False)] == [
-        (0, 2),
-        (0, 3),
-        (2, 0),
-    ]
+    found = trained_places(groups, "loss.mask_truncated=true", "rollout.max_new_tokens=64")
+    # The second group has one scored completion and the third one completion: no baseline.
+    assert found == [(0, 3)]
+    assert trained_places(groups, "loss.mask_truncated=false") == [(0, 2), (0, 3)]
+    # reinforce_pp compares inside no group: one completion by design is enough, one left over of two is not.
+    alone = ("advantage=reinforce_pp", "filter=none", "advantage.normalize=none")
+    assert trained_places(groups[1:], *alone) == [(1, 0)]
+
+
+def trained_places(groups, *overrides):
+    return [(s.group, s.completion) for s in trained_sequences(groups, tiny.config(*overrides))]
 
 
 def test_updates_are_contiguous_and_even():
