@@ -77,10 +77,14 @@ def _deepspeed(ranks: Ranks) -> Any:
     # It asserts that a launcher has set this, also where there is none.
     os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))
     import deepspeed
+    from deepspeed.accelerator import get_accelerator
 
     # Nothing here uses its compiled operators; looking for them takes seconds, and building the one for collectives of
     # inference on a CPU takes a minute and writes to the console.
     deepspeed.ops.__compatible_ops__ = {}
+    # `zero.Init` counts the processes before it looks for their group, and finds one.
+    backend = get_accelerator().communication_backend_name()
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
     # It calls collectives by names that torch has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     return deepspeed

@@ -97,9 +97,10 @@ class ZeroState:
         self.adam.state.clear()
         if steps == 0:
             return
+        fused = bool(self.adam.defaults.get("fused"))
         for flat in self._flats():
             self.adam.state[flat] = {
-                "step": torch.tensor(float(steps)),
+                "step": torch.tensor(float(steps), device=flat.device if fused else "cpu"),
                 **{kind: torch.zeros_like(flat, memory_format=torch.preserve_format) for kind in MOMENTS},
             }
 
