@@ -50,13 +50,12 @@ def main() -> None:
                 clock[name].append(time.perf_counter() - start)
                 processor[name].append(time.process_time() - start_cpu)
             tokens[name] = sum(micro.size for micro in batch.micro_batches)
-    median = {name: statistics.median(values) for name, values in clock.items()}
-    for name, value in median.items():
-        cpu = statistics.median(processor[name])
-        ratio = value / median["sequence"]
-        print(f"{name:20} {value:8.3f} s   {cpu:8.3f} s of CPU   {tokens[name]:6d} tokens   {ratio:.2f} x sequence")
-    saving = 1 - median["sequence"] / median["sequence + old pass"]
-    print(f"loss.force_on_policy_ratio=true skips the old pass: {saving:.0%} of the step's time saved")
+    cpu = {name: statistics.median(values) for name, values in processor.items()}
+    for name, value in cpu.items():
+        wall, ratio = statistics.median(clock[name]), value / cpu["sequence"]
+        print(f"{name:20} {wall:8.3f} s   {value:8.3f} s of CPU   {tokens[name]:6d} tokens   {ratio:.2f} x sequence")
+    saving = 1 - cpu["sequence"] / cpu["sequence + old pass"]
+    print(f"loss.force_on_policy_ratio=true skips the old pass: {saving:.0%} of the step's CPU time saved")
     ranks.leave(0)
 
 
