@@ -64,9 +64,15 @@ def test_keys_of_the_mathematics_need_to_be_allowed(run_dir: RunDir) -> None:
     [found] = findings(run_dir, "trainer.lr=5e-6", "rollout.num_generations=4")
     assert (found.rule, found.severity) == ("resume_config_unchanged", "error")
     assert "rollout.num_generations: 8 -> 4, trainer.lr: 1e-06 -> 5e-06" in found.message
-    assert "trainer.allow_config_change=true" in found.fix
+    assert found.fix == "rollout.num_generations=8 trainer.lr=1e-6, or trainer.allow_config_change=true"
     [allowed] = findings(run_dir, "trainer.lr=5e-6", "rollout.num_generations=4", "trainer.allow_config_change=true")
     assert allowed.severity == "warning"
+
+
+def test_another_option_of_a_group_is_told_in_words(run_dir: RunDir) -> None:
+    [found] = findings(run_dir, "reward.overlong={max_tokens: 8, buffer_tokens: 4, penalty: 1.0}")
+    assert "reward.overlong: null -> absent" in found.message
+    assert found.fix == "Restore the listed keys, or trainer.allow_config_change=true"
 
 
 def test_other_model_or_other_data_is_another_run(run_dir: RunDir) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli import manifest
+from grpo_cli.checks.overrides import write
 from grpo_cli.errors import Finding, RunError
 from grpo_cli.jsonio import read_json
 from grpo_cli.rundir import RunDir
@@ -135,7 +136,7 @@ def _changes(cfg: Config, directory: Path) -> Iterator[Finding]:
             "resume_config_unchanged",
             (*weighty, "trainer.allow_config_change"),
             f"Keys that change the mathematics differ from {directory}: {_diff(weighty)}.",
-            "Restore the listed keys" + ("." if allowed else ", or trainer.allow_config_change=true."),
+            _restored(weighty) + ("" if allowed else ", or trainer.allow_config_change=true"),
             severity="warning" if allowed else "error",
         )
     if harmless:
@@ -143,9 +144,16 @@ def _changes(cfg: Config, directory: Path) -> Iterator[Finding]:
             "resume_config_unchanged",
             tuple(harmless),
             f"Keys differ from {directory}: {_diff(harmless)}.",
-            "Restore the listed keys, if that was not meant.",
+            f"{_restored(harmless)} (if that was not meant)",
             severity="warning",
         )
+
+
+def _restored(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """Overrides that undo the changes; words where an option brought other keys."""
+    if any(_ABSENT in (before, after) for before, after in changed.values()):
+        return "Restore the listed keys"
+    return write({key: before for key, (before, _) in changed.items()})
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
