@@ -165,3 +165,26 @@ def test_probe_tokens_fill_up_from_a_short_tokenizer():
     assert prompt_ids == [5, 6, 7, 5, 6, 7, 5, 6]
     assert completion_ids[:2] == [7, 5]
     assert len(completion_ids) == 16
+
+
+@pytest.mark.parametrize(
+    ("gap", "low_precision", "passes"), [(0.3, True, True), (0.3, False, False), (0.6, True, False)]
+)
+def test_bfloat16_rounding_passes_where_every_weight_has_arrived(gap, low_precision, passes):
+    policy = Policy(-1.0)
+    score, weight_gap = engine(
+        -1.0 - gap, {**policy.weights, "lm_head.weight": policy.weights["model.embed_tokens.weight"]}
+    )
+    check = lambda: sync.check_sync(policy, OneRank(), score, weight_gap, 0.05, low_precision=low_precision)  # noqa: E731
+    if passes:
+        assert check()["sync/logprob_gap_max"] == pytest.approx(gap)
+    else:
+        with pytest.raises(GuardStop, match="All weights are equal"):
+            check()
+
+
+def test_a_weight_that_did_not_arrive_never_passes_as_rounding():
+    policy = Policy(-1.0)
+    score, weight_gap = engine(-1.3, {**policy.weights, "model.norm.weight": torch.zeros(4, 4)})
+    with pytest.raises(GuardStop, match=r"model\.norm\.weight"):
+        sync.check_sync(policy, OneRank(), score, weight_gap, 0.05, low_precision=True)

@@ -185,7 +185,7 @@ def test_a_dropped_connection_is_tried_again(server):
     client = Client([url], rollout._processes[0].key, [])
     try:
         request = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "temperature": 0.0}}
-        assert len(client.wait(client.generate([request]))[0]["token_ids"]) == 2
+        assert len(client.wait(client.generate([request]))[0]["choices"][0]["token_ids"]) == 2
     finally:
         client.close()
         listener.close()

@@ -74,19 +74,22 @@ class Client:
 
     # ------------------------------------------------------------------------------------------------ requests
 
-    async def generate(self, requests: list[dict[str, Any]], progress: Callable[[], Any] | None = None) -> list[Any]:
-        """The answers to `{"token_ids", "sampling_params"}` requests, in their order: one choice each.
+    async def generate(
+        self, requests: list[dict[str, Any]], progress: Callable[[], Any] | None = None, url: str | None = None
+    ) -> list[Any]:
+        """The answers to `{"token_ids", "sampling_params"}` requests, in their order.
 
-        `progress` is called after every answer. Raises RunError as soon as one of them cannot be had.
+        `url` asks one server alone. `progress` is called after every answer. Raises RunError as soon as one of them
+        cannot be had.
         """
 
         async def one(request: dict[str, Any]) -> Any:
             self._next += 1
-            url = self.urls[self._next % len(self.urls)]
-            answer = await self.request("POST", f"{url}/inference/v1/generate", json=request, timeout=None)
+            server = url or self.urls[self._next % len(self.urls)]
+            answer = await self.request("POST", f"{server}/inference/v1/generate", json=request, timeout=None)
             if progress is not None:
                 progress()
-            return answer["choices"][0]
+            return answer
 
         tasks = [asyncio.ensure_future(one(request)) for request in requests]
         try:

@@ -25,6 +25,9 @@ _PROMPT_TOKENS = 8
 _COMPLETION_TOKENS = 16
 _ROUNDINGS = 2
 """Of engine and trainer each, one."""
+_LOW_PRECISION = 10
+"""In bfloat16 two right implementations differ by some tenths of a nat now and then (measured: 0.17 with vLLM on a 135M
+model); so many tolerances are allowed where every weight is known to have arrived."""
 _TEXT = "The sum of twelve and thirty is forty-two, and the check of it is short: 12 + 30 = 42. That is all there is."
 
 
@@ -35,6 +38,7 @@ def check_sync(
     weight_gap: WeightGap | None,
     tolerance: float,
     before_reading: Callable[[], None] | None = None,
+    low_precision: bool = False,
 ) -> dict[str, float]:
     """Compare the engine's logprobs of the fixed tokens with the trainer's; every rank calls it.
 
@@ -44,6 +48,8 @@ def check_sync(
 
     Beyond `tolerance` the trainer's own rounding is measured (`rounding`, nats): two right implementations in bfloat16
     differ by 0.13 nats on a 135M model, so `tolerance` counts beyond twice that rounding. In float32 it is 2e-5.
+
+    With `low_precision` (one of the two computes in bfloat16) a larger gap passes where all weights are equal.
 
     Returns `sync/logprob_gap_max`, and `sync/rounding_max` where it was measured. Raises GuardStop beyond both (a gap
     that is not a number is), naming the families of tensors that differ, and where the policy's own logprobs are not
@@ -67,6 +73,8 @@ def check_sync(
         before_reading()
     found = ranks.gather(_differing_families(policy, weight_gap))
     readable = any(found_here is not None for found_here in found)
+    if low_precision and readable and not _merged(found) and gap <= _LOW_PRECISION * tolerance:
+        return {"sync/logprob_gap_max": gap, "sync/rounding_max": own}
     raise GuardStop(_explain(gap, tolerance, own, _merged(found), readable))
 
 

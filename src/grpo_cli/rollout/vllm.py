@@ -18,7 +18,7 @@ from grpo_cli.errors import RunError
 from grpo_cli.rollout import fingerprint
 from grpo_cli.rollout.sampling import Sampling, completion_seed, eos_token_ids
 from grpo_cli.rollout.sync import check_sync
-from grpo_cli.rollout.vllm_requests import engine_options, make_completion, sampling_params, scoring_params
+from grpo_cli.rollout.vllm_requests import engine_options, make_completion, sampling_params, scoring_requests
 from grpo_cli.schema import Config
 from grpo_cli.schema import VllmRollout as Settings
 from grpo_cli.signals import stop
@@ -93,10 +93,10 @@ class VllmRollout:
         def read() -> None:
             shown.update(self._llm.collective_rpc("grpo_fingerprints")[0])
 
-        assert self._cfg.rollout.sync_tolerance is not None, "rule sync_tolerance_positive refuses null"
-        metrics = check_sync(
-            policy, self._ranks, self._score, weight_gap, self._cfg.rollout.sync_tolerance, before_reading=read
-        )
+        tolerance = self._cfg.rollout.sync_tolerance
+        assert tolerance is not None, "rule sync_tolerance_positive refuses null"
+        low = "bfloat16" in (self._cfg.model.dtype, self._cfg.rollout_dtype)
+        metrics = check_sync(policy, self._ranks, self._score, weight_gap, tolerance, read, low)
         return {**metrics, "time/weight_sync": time.perf_counter() - start}
 
     def metrics(self) -> dict[str, float]:
@@ -160,9 +160,12 @@ class VllmRollout:
         )
 
     def _score(self, prompt_ids: list[int], completion_ids: list[int]) -> list[float]:
-        requests = scoring_params(prompt_ids, completion_ids, self._training.temperature)
+        requests = scoring_requests(prompt_ids, completion_ids, self._training.temperature)
         outputs = self._ask([(request["token_ids"], request["sampling_params"]) for request in requests])
-        shown = [output.outputs[0].logprobs[0] for output in outputs]
+        if len(outputs) == 1 and len(completion_ids) > 1:
+            shown = outputs[0].prompt_logprobs[len(prompt_ids) :]
+        else:
+            shown = [output.outputs[0].logprobs[0] for output in outputs]
         return [logprobs[token].logprob for logprobs, token in zip(shown, completion_ids, strict=True)]
 
     # ------------------------------------------------------------------------------------------------ weights and sleep

@@ -40,27 +40,21 @@ def sampling_params(sampling: Sampling, seed: int, eos_ids: frozenset[int]) -> d
     }
 
 
-def scoring_params(prompt_ids: list[int], completion_ids: list[int], temperature: float) -> list[dict[str, Any]]:
-    """One request a completion token: `{"token_ids", "sampling_params"}`, each answered by that token's logprob.
+def scoring_requests(prompt_ids: list[int], completion_ids: list[int], temperature: float) -> list[dict[str, Any]]:
+    """`{"token_ids", "sampling_params"}` requests whose answers hold the logprob of every completion token.
 
-    The token is asked for by its id while another one is sampled: this is the code that sampling runs through, with
-    the temperature in it; vLLM's logprobs of a prompt leave the temperature out.
+    At temperature 1 one pass over a prompt gives them all. At another one vLLM leaves the temperature out of a prompt's
+    logprobs; then every token is a request: it is asked for by its id while any token is sampled, behind those before.
     """
-    ids = prompt_ids + completion_ids
+    ids, first = prompt_ids + completion_ids, len(prompt_ids)
+    if temperature == 1.0:
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        return [{"token_ids": ids, "sampling_params": params}]
+    # The server shows as many logprobs as `logprobs` says, the sampled token's first: a second id makes room for ours.
+    common = {"max_tokens": 1, "temperature": temperature, "seed": 0, "logprobs": 2, "detokenize": False}
     return [
-        {
-            "token_ids": ids[:position],
-            "sampling_params": {
-                "max_tokens": 1,
-                "temperature": temperature,
-                "seed": 0,
-                # The server shows as many as `logprobs` says, the sampled one first: a second id makes room for ours.
-                "logprobs": 2,
-                "logprob_token_ids": [ids[position], int(ids[position] == 0)],
-                "detokenize": False,
-            },
-        }
-        for position in range(len(prompt_ids), len(ids))
+        {"token_ids": ids[:at], "sampling_params": {**common, "logprob_token_ids": [ids[at], int(ids[at] == 0)]}}
+        for at in range(first, len(ids))
     ]
 
 

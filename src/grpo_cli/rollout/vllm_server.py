@@ -19,8 +19,8 @@ from grpo_cli.rollout.sampling import Sampling, completion_seed, eos_token_ids
 from grpo_cli.rollout.server_auth import KEY_VARIABLE
 from grpo_cli.rollout.server_client import Client
 from grpo_cli.rollout.server_process import ServerProcess
-from grpo_cli.rollout.sync import check_sync
-from grpo_cli.rollout.vllm_requests import engine_options, make_completion, sampling_params, scoring_params
+from grpo_cli.rollout.sync import check_sync, logprob_gap
+from grpo_cli.rollout.vllm_requests import engine_options, make_completion, sampling_params, scoring_requests
 from grpo_cli.rollout.weight_sync import make_sender
 from grpo_cli.schema import Config, VllmRollout, VllmServerRollout
 from grpo_cli.signals import stop
@@ -94,18 +94,18 @@ class ServerRollout:
         """See `Rollout.generate`."""
         sampling = sampling or self._training
         requests = [request for group_id, _prompt in prompts for request in self._requests(group_id, _prompt, sampling)]
-        choices = iter(self.client.wait(self.client.generate(requests, progress=stop.requested), leave=True))
+        answers = iter(self.client.wait(self.client.generate(requests, progress=stop.requested), leave=True))
         return [
             Group(
-                group_id, prompt, [self._completion(next(choices), sampling) for _ in range(sampling.n)], step, version
+                group_id, prompt, [self._completion(next(answers), sampling) for _ in range(sampling.n)], step, version
             )
             for group_id, prompt in prompts
         ]
 
     async def generate_one(self, group_id: str, prompt: Prompt, step: int, version: int) -> Group:
         """One group, for whoever runs on the client's loop."""
-        choices = await self.client.generate(self._requests(group_id, prompt, self._training))
-        completions = [self._completion(choice, self._training) for choice in choices]
+        answers = await self.client.generate(self._requests(group_id, prompt, self._training))
+        completions = [self._completion(answer, self._training) for answer in answers]
         return Group(group_id, prompt, completions, step, version)
 
     def sync(self, policy: Any, version: int) -> dict[str, float]:
@@ -129,9 +129,11 @@ class ServerRollout:
                 with contextlib.suppress(RunError):
                     shown.update(self.client.wait(self.client.call("grpo_fingerprints"))[0])
 
-        assert self._cfg.rollout.sync_tolerance is not None, "rule sync_tolerance_positive refuses null"
+        tolerance = self._cfg.rollout.sync_tolerance
+        assert tolerance is not None, "rule sync_tolerance_positive refuses null"
+        low = "bfloat16" in (self._cfg.model.dtype, self._cfg.rollout_dtype)
         score, gap_of = (self._score, weight_gap) if self._ranks.first else (None, None)
-        metrics = check_sync(policy, self._ranks, score, gap_of, self._cfg.rollout.sync_tolerance, before_reading=read)
+        metrics = check_sync(policy, self._ranks, score, gap_of, tolerance, read, low)
         return {**metrics, "time/weight_sync": time.perf_counter() - start}
 
     def metrics(self) -> dict[str, float]:
@@ -160,23 +162,24 @@ class ServerRollout:
             for seed in seeds
         ]
 
-    def _completion(self, choice: dict[str, Any], sampling: Sampling) -> Completion:
+    def _completion(self, answer: dict[str, Any], sampling: Sampling) -> Completion:
+        choice = answer["choices"][0]
         token_ids = choice["token_ids"] or []
         logprobs = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or []]
         reason = choice["finish_reason"]
         return make_completion(self._policy.tokenizer, self._eos_ids, sampling.stop, token_ids, logprobs, reason)
 
     def _score(self, prompt_ids: list[int], completion_ids: list[int]) -> list[float]:
-        """From every server; the one that is farthest from the others would show, as each is asked for its share."""
-        requests = scoring_params(prompt_ids, completion_ids, self._training.temperature)
+        """Every server is asked; the answer counts that is farthest from what they say on average."""
+        requests = scoring_requests(prompt_ids, completion_ids, self._training.temperature)
         if self._owned:
             requests = [{**request, "priority": _URGENT} for request in requests]
-        choices = self.client.wait(self.client.generate(requests))
-        shown = [
-            {entry["token_id"]: entry["logprob"] for entry in choice["logprobs"]["content"][0]["top_logprobs"]}
-            for choice in choices
-        ]
-        return [logprobs[token] for logprobs, token in zip(shown, completion_ids, strict=True)]
+        said = []
+        for url in self.client.urls:
+            answers = self.client.wait(self.client.generate(requests, url=url))
+            said.append(scores_of(answers, len(prompt_ids), completion_ids))
+        means = [sum(at) / len(said) for at in zip(*said, strict=True)]
+        return max(said, key=lambda scores: logprob_gap(scores, means))
 
     def _reset_caches(self) -> None:
         """Forget what older weights computed; sequences in flight are computed again from their tokens."""
@@ -184,6 +187,17 @@ class ServerRollout:
         answers = self.client.wait(self.client.everywhere("POST", "/reset_prefix_cache", params=params))
         if not all(answer["success"] for answer in answers):
             raise RunError("vLLM did not reset its prefix cache: it would sample from what older weights computed.")
+
+
+def scores_of(answers: list[Any], prompt_length: int, completion_ids: list[int]) -> list[float]:
+    """The logprobs of the completion's tokens in the answers to `scoring_requests`."""
+    if len(answers) == 1 and len(completion_ids) > 1:
+        entries = answers[0]["prompt_logprobs"][prompt_length:]
+        shown = [{int(token): entry["logprob"] for token, entry in at.items()} for at in entries]
+    else:
+        tops = [answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"] for answer in answers]
+        shown = [{entry["token_id"]: entry["logprob"] for entry in top} for top in tops]
+    return [logprobs[token] for logprobs, token in zip(shown, completion_ids, strict=True)]
 
 
 def own_servers(cfg: Config, ranks: Ranks) -> list[ServerProcess]:
