@@ -67,7 +67,9 @@ def _shard(scorer: nn.Module, settings: dict[str, Any], ranks: Ranks) -> None:
     Partitioning while loading (`zero.Init` around the constructor) would also save the copy in CPU memory, but makes
     every buffer in the parameters' type: rotary frequencies in bfloat16 move the gradient norm by one per cent.
     """
-    _deepspeed(ranks).zero.Init(module=scorer, config_dict_or_path=settings)
+    deepspeed = _deepspeed(ranks)
+    deepspeed.init_distributed(verbose=False)  # before it, a config that is read counts one process
+    deepspeed.zero.Init(module=scorer, config_dict_or_path=settings)
     for buffer in scorer.buffers():
         buffer.data = buffer.data.to(ranks.device)
 
