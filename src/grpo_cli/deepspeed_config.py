@@ -7,18 +7,13 @@ from typing import Any
 from grpo_cli.schema import Config
 
 
-def batch_numbers(cfg: Config, world: int) -> dict[str, int]:
+def batch_numbers(world: int) -> dict[str, int]:
     """DeepSpeed's batch triple, which must multiply: samples an update = samples a pass x accumulation x processes.
 
-    The trainer counts tokens itself and says itself where an update ends, so each pass is one "sample" of one.
-    Accumulation is 2 under optimizer offload: with 1 its CPU buffers overwrite instead of adding up.
+    The trainer counts tokens itself and says itself where an update ends, so each pass is one "sample" and accumulation
+    is 1, whatever the number of micro-batches.
     """
-    accumulation = 2 if cfg.trainer.offload_optimizer else 1
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": accumulation,
-        "train_batch_size": accumulation * world,
-    }
+    return {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world}
 
 
 def engine_config(cfg: Config, world: int) -> dict[str, Any]:
@@ -29,7 +24,7 @@ def engine_config(cfg: Config, world: int) -> dict[str, Any]:
     """
     trainer = cfg.trainer
     config: dict[str, Any] = {
-        **batch_numbers(cfg, world),
+        **batch_numbers(world),
         "zero_optimization": {"stage": trainer.zero_stage},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -61,7 +56,7 @@ def sharded_parameters(cfg: Config) -> dict[str, Any]:
 def reference_config(cfg: Config, world: int) -> dict[str, Any]:
     """An engine without optimizer that only shards a frozen model (ZeRO-3)."""
     config: dict[str, Any] = {
-        **batch_numbers(cfg, world),
+        **batch_numbers(world),
         "zero_optimization": sharded_parameters(cfg),
         "steps_per_print": None,
     }

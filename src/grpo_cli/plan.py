@@ -58,7 +58,7 @@ def derive(config: Config) -> dict[str, Any]:
         "total_updates": None if steps is None else steps * updates,
         "warmup_steps": trainer.warmup_steps,
         "warmup_updates": trainer.warmup_steps * updates,
-        "deepspeed": batch_numbers(config, config.world_size),
+        "deepspeed": batch_numbers(config.world_size),
         "passes": {
             name: {"runs": step.runs, "reason": step.reason}
             for name, step in (("old", passes.old), ("reference", passes.reference))
