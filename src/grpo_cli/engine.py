@@ -68,7 +68,9 @@ def _shard(scorer: nn.Module, settings: dict[str, Any], ranks: Ranks) -> None:
     every buffer in the parameters' type: rotary frequencies in bfloat16 move the gradient norm by one per cent.
     """
     deepspeed = _deepspeed(ranks)
-    deepspeed.init_distributed(verbose=False)  # before it, a config that is read counts one process
+    deepspeed.init_distributed(
+        auto_mpi_discovery=False, verbose=False
+    )  # before it, a config that is read counts one process
     deepspeed.zero.Init(module=scorer, config_dict_or_path=settings)
     for buffer in scorer.buffers():
         buffer.data = buffer.data.to(ranks.device)
@@ -79,14 +81,10 @@ def _deepspeed(ranks: Ranks) -> Any:
     # It asserts that a launcher has set this, also where there is none.
     os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))
     import deepspeed
-    from deepspeed.accelerator import get_accelerator
 
     # Nothing here uses its compiled operators; looking for them takes seconds, and building the one for collectives of
     # inference on a CPU takes a minute and writes to the console.
     deepspeed.ops.__compatible_ops__ = {}
-    # `zero.Init` counts the processes before it looks for their group, and finds one.
-    backend = get_accelerator().communication_backend_name()
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
     # It calls collectives by names that torch has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     return deepspeed
