@@ -8,9 +8,10 @@ from torch.nn import functional
 
 from grpo_cli.attention import Span, dense_mask, make_plan, packed_attention
 
-# A sequence, a prompt, three completions of it, another sequence.
-SPANS = [Span(0, 5), Span(5, 4), Span(9, 3, 5, 4), Span(12, 1, 5, 4), Span(13, 17, 5, 4), Span(30, 2)]
-LENGTH = 32
+# A sequence, a prompt, three completions of it, another sequence, another prompt and a completion of it.
+PROMPT = [Span(5, 4), Span(9, 3, 5, 4), Span(12, 1, 5, 4), Span(13, 17, 5, 4)]
+SPANS = [Span(0, 5), *PROMPT, Span(30, 2), Span(32, 5), Span(37, 3, 32, 5)]
+LENGTH = 40
 
 
 class Layer(torch.nn.Module):
