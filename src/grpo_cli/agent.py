@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -32,10 +33,12 @@ def main(argv: list[str]) -> int:
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        run.run(run.parse_args(argv))
+        # Without a place of its own the launcher leaves an empty folder in the temporary directory at every run.
+        run.run(run.parse_args([f"--log-dir={os.environ[ENV]}", *argv]))
     except ChildFailedError as error:
         failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        (Path(os.environ[ENV]) / FAILURES).write_text(json.dumps(failures))
+        with contextlib.suppress(OSError):  # the parent has its answer already, and is gone
+            (Path(os.environ[ENV]) / FAILURES).write_text(json.dumps(failures))
         return 1
     return 0
 
