@@ -29,11 +29,11 @@ real_engine = [
 class Policy:
     """A trainer reduced to what a rollout asks of it."""
 
-    def __init__(self, temperature: float = 1.0):
+    def __init__(self, temperature: float = 1.0, device: str = "cpu", dtype: torch.dtype = torch.float32):
         path = locate("builtin:tiny")
-        self.module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.device = torch.device(device)
+        self.module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(self.device)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self.device = torch.device("cpu")
         self.temperature = temperature
         self.version = 0
 
@@ -46,9 +46,10 @@ class Policy:
 
     @torch.no_grad()
     def score(self, prompt_ids, completion_ids):
-        logits = self.module(torch.tensor([prompt_ids + completion_ids])).logits[0, len(prompt_ids) - 1 : -1]
+        ids = torch.tensor([prompt_ids + completion_ids], device=self.device)
+        logits = self.module(ids).logits[0, len(prompt_ids) - 1 : -1].float()
         logprobs = (logits / self.temperature).log_softmax(-1)
-        return logprobs.gather(1, torch.tensor(completion_ids)[:, None]).squeeze(1).tolist()
+        return logprobs.gather(1, ids[0, len(prompt_ids) :, None]).squeeze(1).tolist()
 
     @torch.no_grad()
     def move(self, share: float, only: str = "", seed: int = 0) -> None:
@@ -57,7 +58,7 @@ class Policy:
         moved = [parameter for name, parameter in self.module.named_parameters() if only in name]
         assert moved
         for parameter in moved:
-            parameter.mul_(1 + share * torch.randn(parameter.shape, generator=generator))
+            parameter.mul_((1 + share * torch.randn(parameter.shape, generator=generator)).to(parameter))
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}

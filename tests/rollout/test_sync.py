@@ -188,3 +188,10 @@ def test_a_weight_that_did_not_arrive_never_passes_as_rounding():
     score, weight_gap = engine(-1.3, {**policy.weights, "model.norm.weight": torch.zeros(4, 4)})
     with pytest.raises(GuardStop, match=r"model\.norm\.weight"):
         sync.check_sync(policy, OneRank(), score, weight_gap, 0.05, low_precision=True)
+
+
+def test_weights_of_which_none_could_be_read_are_not_called_equal():
+    """As with an engine whose workers hold shards, or a server that was started by hand."""
+    score, weight_gap = engine(-1.3, {})
+    with pytest.raises(GuardStop, match="The engine's weights cannot be read from here"):
+        sync.check_sync(Policy(), OneRank(), score, weight_gap, 0.05, low_precision=True)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class ServerProcess:
         Args:
             options: vLLM's engine and server arguments by their Python names.
             cores: the CPU cores it may use; None is all of ours.
-            devices: the accelerators it may see; None is none.
+            devices: the accelerators it may see, by our own numbers; None is none.
             log: where its output goes.
             trusted: it may unpickle what comes with the key (memory handles of `ipc` are sent so).
             key: what requests must show; None makes a new one.
@@ -120,7 +120,7 @@ class ServerProcess:
             own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         defaults = {"VLLM_LOGGING_LEVEL": "WARNING"}
         if self._devices is not None:
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._devices))
+            own["CUDA_VISIBLE_DEVICES"] = visible_devices(self._devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
         else:
             own["TORCHDYNAMO_DISABLE"] = "1"  # the first request would compile a helper for a quarter of a minute
             own["OMP_NUM_THREADS"] = str(len(self._cores or os.sched_getaffinity(0)))
@@ -197,6 +197,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
+
+
+def visible_devices(devices: Sequence[int], ours: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES of a server on `devices`, numbered as we see them under our own (`ours`; None: unset).
+
+    >>> visible_devices([1], "4,5,6"), visible_devices([1, 2], None)
+    ('5', '1,2')
+    """
+    names = None if ours is None else ours.split(",")
+    return ",".join(str(device) if names is None else names[device].strip() for device in devices)
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:

@@ -149,16 +149,18 @@ def tied_weights(module: Any) -> dict[str, str]:
 
 
 def _differing_families(policy: Any, weight_gap: WeightGap | None) -> dict[str, float] | None:
-    """Family -> largest relative gap of its tensors, for those that differ; None where weights cannot be read.
+    """Family -> largest relative gap of its tensors, for those that differ; None where no weight can be read.
 
     Walks through all weights even where nothing is compared: gathering them takes every rank.
     """
     differing: dict[str, float] = {}
+    readable = False
     for name, tensor in named_weights(policy):
         gap = None if weight_gap is None else weight_gap(name, tensor)
+        readable = readable or gap is not None
         if gap is not None and not gap <= 0.0:
             differing[family(name)] = largest([gap, differing.get(family(name), 0.0)])
-    return None if weight_gap is None else differing
+    return differing if readable else None
 
 
 def _merged(found: list[dict[str, float] | None]) -> dict[str, float]:
