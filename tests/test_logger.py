@@ -194,11 +194,21 @@ def test_time_left_ignores_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("time.monotonic", lambda: next(times))
     monkeypatch.setattr("time.time", lambda: -1e9)
     clock = Clock(10, 0)
-    clock.tick()
-    clock.tick()
+    clock.tick(1)
+    clock.tick(2)
     assert clock.seconds_left(2) == 16.0
     assert duration(3725) == "1:02:05"
     assert duration(None) == "–"
+
+
+def test_the_evaluation_before_training_tells_nothing_about_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 50.0, 52.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(times))
+    clock = Clock(10, 0)
+    clock.tick(0)
+    assert clock.seconds_left(0) is None
+    clock.tick(1)
+    assert clock.seconds_left(1) == 18.0  # nine steps of two seconds
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed here")

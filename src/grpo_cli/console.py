@@ -50,7 +50,10 @@ class Clock:
         self.start = start
         self._marks = deque([time.monotonic()], maxlen=_RECENT + 1)
 
-    def tick(self) -> None:
+    def tick(self, step: int) -> None:
+        """`step` is done. Step 0 is the evaluation before training: the time that it took tells nothing about steps."""
+        if step == 0:
+            self._marks.clear()
         self._marks.append(time.monotonic())
 
     def seconds_left(self, step: int) -> float | None:
@@ -97,7 +100,7 @@ class Plain:
         self._clock = clock
 
     def step(self, step: int, row: Mapping[str, Any]) -> None:
-        self._clock.tick()
+        self._clock.tick(step)
         of = f"/{self._clock.steps}" if self._clock.steps is not None else ""
         parts = [f"step {step}{of}", *(f"{name} {text}" for name, text in fields(row).items())]
         self._print("  ".join([*parts, f"left {duration(self._clock.seconds_left(step))}"]))
@@ -129,7 +132,7 @@ class Live:
         self._live.start()
 
     def step(self, step: int, row: Mapping[str, Any]) -> None:
-        self._clock.tick()
+        self._clock.tick(step)
         self._step = step
         self._rows.append((step, fields(row)))
         with contextlib.suppress(OSError):

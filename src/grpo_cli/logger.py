@@ -59,7 +59,9 @@ class Logger:
         if not self._is_main:
             return
         now = time.monotonic()
-        row = {"step": step, **metrics, "time/step": now - self._at}
+        row = {"step": step, **metrics}
+        if step > 0:  # step 0 is the evaluation before training
+            row["time/step"] = now - self._at
         self._at = now
         self._run_dir.append_metrics(row)
         self._run_dir.update(status="running", step=step)
