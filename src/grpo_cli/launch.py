@@ -97,6 +97,8 @@ def environment(cfg: Mapping[str, Any], ranks_dir: Path) -> dict[str, str]:
     trainer = cfg["trainer"]
     threads = max(1, len(os.sched_getaffinity(0)) // trainer["nproc_per_node"])
     env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    # Threads that spin while they wait starve those that work, as soon as anything else wants a core.
+    env["GOMP_SPINCOUNT"] = "2000"
     if trainer["nnodes"] == 1:
         env["GLOO_SOCKET_IFNAME"] = "lo"  # one node has no reason to listen to the network
     return {**env, **os.environ, ENV: str(ranks_dir), PARENT_PID: str(os.getpid())}
