@@ -40,7 +40,7 @@ def read_file(path: Path) -> list[Row]:
     for number, line in enumerate(lines, start=1):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            if text.strip():
+            if text.strip(" \t\r\n"):  # what JSON calls blank; Python strips control characters too
                 rows.append(Row(f"{path}:{number}", json.loads(text, parse_constant=_refuse)))
         except ValueError as error:
             findings.append(_finding(f"{path}:{number}: {_reason(error)}; expected one JSON object a line."))

@@ -37,7 +37,7 @@ class JsonlRows:
             if number == 1 and line.startswith(BOM):
                 line = line[len(BOM) :]
                 start += len(BOM)
-            if not line.strip():
+            if not line.strip(b" \t\r\n"):
                 continue
             self._offsets.append(start)
             self._lines.append(number)
