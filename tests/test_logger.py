@@ -234,6 +234,7 @@ for steps, code in (([1, 2], 1), ([3], 0)):
     assert done.returncode == 0, done.stderr
     run_dir = RunDir(tmp_path / "run")
     assert [row["step"] for row in rows(run_dir)] == [1, 2, 3]
-    pieces = list((tmp_path / "run" / "wandb").glob("offline-run-*"))
-    assert len(pieces) == 2
-    assert {piece.name.rpartition("-")[2] for piece in pieces} == {run_dir.state()["wandb"]["id"]}
+    # The file bears the id alone; the folder's name also has the second of its start and, within one second, a number.
+    files = list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert len({file.parent for file in files}) == 2
+    assert {file.name for file in files} == {f"run-{run_dir.state()['wandb']['id']}.wandb"}
