@@ -25,6 +25,7 @@ VLLM = ["rollout=vllm", "rollout.weight_sync=nccl", "rollout.devices=[1]"]
 def make(tmp_path, monkeypatch):
     """A typed config on the tiny model, with a run directory of its own and no accelerator."""
     monkeypatch.setattr(devices, "accelerators", lambda: 0)
+    monkeypatch.setattr(devices, "cpu_has_bfloat16", lambda: True)
 
     def make(*overrides: str) -> Config:
         resolved = config_of(["model=tiny", f"run.dir={tmp_path}/run", "trainer.lr=1e-5", *overrides])
@@ -186,6 +187,16 @@ def test_several_nodes_need_a_meeting_point(make):
 def test_an_adapter_needs_its_package(make, monkeypatch):
     monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None)
     assert ("lora_package_installed", "error", "model.lora") in found_by(model.check, make(*LORA))
+
+
+def test_bfloat16_on_a_processor_without_it_is_a_warning(make, monkeypatch):
+    cfg = make("model.dtype=bfloat16")
+    assert found_by(devices.check, cfg) == []
+    monkeypatch.setattr(devices, "cpu_has_bfloat16", lambda: False)
+    assert found_by(devices.check, cfg) == [("bfloat16_is_emulated", "warning", "model.dtype")]
+    assert fix_of(devices.check, cfg) == "model.dtype=float32 rollout.dtype=float32"
+    assert found_by(devices.check, make("rollout=vllm", "rollout.dtype=bfloat16")) != []
+    assert found_by(devices.check, make("model.dtype=float32")) == []
 
 
 def test_devices_with_accelerators(make, monkeypatch):

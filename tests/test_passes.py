@@ -43,7 +43,7 @@ def test_the_table(overrides, old, why_old, reference, why_reference):
     assert passes.any == (old or reference)
 
 
-@pytest.mark.parametrize("chosen", itertools.product([False, True], repeat=6))
+@pytest.mark.parametrize("chosen", list(itertools.product([False, True], repeat=6)))
 def test_every_combination(chosen):
     """OLD_PASS and the reference pass as validation-rules.md abbreviates them."""
     switches = (FORCE, THRESHOLD, KL, KL_REWARD, UPDATES, EPOCHS)

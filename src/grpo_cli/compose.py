@@ -19,6 +19,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 
 from grpo_cli.checks import check, in_order
 from grpo_cli.errors import ConfigError, Finding
+from grpo_cli.machine import native_dtype
 from grpo_cli.options import PRIMARY, Groups, conf_dir, find_option, nearest, read_groups
 from grpo_cli.overrides import EVERYTHING, Overrides, read
 from grpo_cli.paths import absolute
@@ -111,8 +112,8 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None, now: datet
     `overrides` are Hydra's; `experiment=x` and `+experiment=x` are alike, and so for every optional group.
     `config_dir` adds a user's own groups and options. `now` is the time that `${now:...}` tells.
     Whatever their order on the command line, an experiment comes before a scale, which so has the last word.
-    `${share:0.2,WHOLE}` is a fraction of a count. No environment variable is needed, and no state of Hydra is left
-    behind.
+    `${share:0.2,WHOLE}` is a fraction of a count, `${native_dtype:}` the type that this machine is fast in. No
+    environment variable is needed, and no state of Hydra is left behind.
     """
     shipped = conf_dir()
     dirs = [shipped] if config_dir is None else [shipped, config_dir.resolve()]
@@ -135,6 +136,7 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None, now: datet
     stamp = now or datetime.now()
     OmegaConf.register_new_resolver("now", lambda pattern: stamp.strftime(pattern), replace=True)
     OmegaConf.register_new_resolver("share", lambda fraction, whole: round(fraction * whole), replace=True)
+    OmegaConf.register_new_resolver("native_dtype", native_dtype, replace=True)
     composed.copies = dict(_copies(config))
     _refuse_unresolved(config, shipped_values, asked)
     composed.config = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]

@@ -42,6 +42,15 @@ def tokens(directory: Path) -> dict[str, list[list[int]]]:
     return {group["group_id"]: [completion["token_ids"] for completion in group["completions"]] for group in groups}
 
 
+@pytest.mark.parametrize("backend", ["vllm", "vllm_server"])
+def test_the_reward_rises_as_with_hf(tmp_path, backend):
+    """The bounds are those of tests/test_smoke.py, where transformers generates."""
+    rewards = [row["reward"] for row in rows(train(tmp_path / "run", f"rollout={backend}"))]
+    assert len(rewards) == 20
+    assert sum(rewards[:5]) / 5 < 0.45
+    assert sum(rewards[-5:]) / 5 > 0.8
+
+
 def test_two_sharded_ranks_with_engines_and_one_process_with_a_server_do_the_same(tmp_path):
     dump = "logger.dump_rollouts=true"
     ranks = ["trainer.nproc_per_node=2", "trainer.zero_stage=3"]

@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from grpo_cli.errors import GuardStop, RunError
-from grpo_cli.rollout import make_rollout, server_process, weight_sync
+from grpo_cli.rollout import make_rollout, server_process, vllm_server, weight_sync
 from grpo_cli.rollout.server_client import Client
+from grpo_cli.rollout.vllm_requests import sampling_params
 from grpo_cli.types import Prompt
 from tests.rollout import engines
 
@@ -215,8 +216,10 @@ def pump(source: socket.socket, sink: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_server_that_dies_or_stands_still_ends_generation_in_time(how, started, tmp_path):
+def test_a_server_that_dies_or_stands_still_ends_generation_in_time(how, started, tmp_path, monkeypatch):
     policy, rollout = start(tmp_path, "rollout.max_new_tokens=4000", "rollout.num_generations=2")
+    endless = lambda *request: {**sampling_params(*request), "ignore_eos": True}  # noqa: E731
+    monkeypatch.setattr(vllm_server, "sampling_params", endless)
     processes = processes_of(rollout)
     caught: list[tuple[float, Exception]] = []
 
@@ -226,11 +229,11 @@ def test_a_server_that_dies_or_stands_still_ends_generation_in_time(how, started
         except Exception as error:
             caught.append((time.monotonic(), error))
 
-    rollout._eos_ids = frozenset()
     thread = threading.Thread(target=generate)
     thread.start()
-    time.sleep(2.0)
-    assert thread.is_alive(), "it was to be in the middle of a generation"
+    while not rollout.metrics()["rollout/vllm_running_requests"]:
+        assert thread.is_alive(), "it was to be in the middle of a generation"
+        time.sleep(0.05)
     os.kill(processes[0].pid, how)
     if how == signal.SIGSTOP:
         for process in processes[1:]:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 from grpo_cli.checks.start.report import Report
+from grpo_cli.machine import cpu_has_bfloat16
 from grpo_cli.schema import Config, VllmRollout, VllmServerRollout
 
 BFLOAT16_CAPABILITY = 8.0
@@ -75,6 +76,13 @@ def _without_accelerators(cfg: Config, report: Report) -> None:
             "sleep_needs_an_accelerator",
             f"rollout.sleep_level={cfg.rollout.sleep_level} needs an accelerator, and there is none.",
             {"rollout.sleep_level": 0},
+        )
+    if "bfloat16" in (cfg.model.dtype, cfg.rollout_dtype) and not cpu_has_bfloat16():
+        report.add(
+            "bfloat16_is_emulated",
+            f"model.dtype={cfg.model.dtype} and rollout.dtype={cfg.rollout.dtype}: this processor has no instructions "
+            "on bfloat16, which makes every step many times as long.",
+            {"model.dtype": "float32", "rollout.dtype": "float32"},
         )
     _two_devices(cfg, 0, report)
 
