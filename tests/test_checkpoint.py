@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_cli import checkpoint, export, manifest, ranks
+from grpo_cli import export, ranks
+from grpo_cli.checkpoint import manifest
+from grpo_cli.checkpoint import store as checkpoint
+from grpo_cli.checkpoint.tensorfile import TensorWriter
 from grpo_cli.errors import ConfigError, RunError
 from grpo_cli.rundir import RunDir
-from grpo_cli.tensorfile import TensorWriter
 from grpo_cli.trainer import Policy
 from tests import tiny
 from tests.checkpoint_worker import SAVED, job
@@ -326,7 +328,7 @@ def test_other_model_is_refused(small: tuple, alone: ranks.Ranks, tmp_path: Path
 
 
 def test_random_state_that_does_not_fit_is_an_error(small: tuple, alone: ranks.Ranks) -> None:
-    from grpo_cli import randomstate
+    from grpo_cli.checkpoint import randomstate
 
     state = randomstate.capture()
     randomstate.restore(state)
@@ -370,7 +372,7 @@ def test_sources_unpickle_nothing() -> None:
 def test_tensor_file_reads_back_and_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors.torch import load_file
 
-    monkeypatch.setattr("grpo_cli.tensorfile.PIECE", 7)  # several pieces a tensor
+    monkeypatch.setattr("grpo_cli.checkpoint.tensorfile.PIECE", 7)  # several pieces a tensor
     tensors = {"a": torch.randn(5, 6).t(), "b": torch.randn(3).bfloat16(), "c": torch.zeros(0)}
     writer = TensorWriter(tmp_path / "x.safetensors", {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()})
     for name, tensor in tensors.items():

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 from configs import make_config
 
-from grpo_cli import manifest, status
+from grpo_cli import status
+from grpo_cli.checkpoint import manifest
 from grpo_cli.jsonio import read_rows
 from grpo_cli.rundir import RunDir
 

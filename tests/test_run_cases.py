@@ -13,7 +13,8 @@ import torch
 from inprocess import TINY, FakeWandb, StageFile, execute, groups, metrics, state, train
 from safetensors.torch import load_file
 
-from grpo_cli import cli, manifest
+from grpo_cli import cli
+from grpo_cli.checkpoint import manifest
 from grpo_cli.rundir import RunDir
 from grpo_cli.signals import stop
 from grpo_cli.source import SyncSource

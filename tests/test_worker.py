@@ -12,7 +12,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from grpo_cli import manifest
+from grpo_cli.checkpoint import manifest
 from grpo_cli.replay import replay
 
 BASE = ("+experiment=smoke", "trainer.prompts_per_step=2", "rollout.num_generations=4", "rollout.max_new_tokens=4")

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from grpo_cli import manifest
+from grpo_cli.checkpoint import manifest
 from grpo_cli.errors import EXIT_OK, ConfigError, Finding, RunError
 from grpo_cli.jsonio import fsync_dir, write_failed, write_json
 from grpo_cli.rundir import RunDir
@@ -60,7 +60,8 @@ def find(run_dir: RunDir, step: int | None) -> Path:
 
 def export(directory: Path, out: Path) -> None:
     """The weights of a checkpoint as a model directory. The start model is read from where the run had it."""
-    from grpo_cli import checkpoint, model, weights
+    from grpo_cli import model, weights
+    from grpo_cli.checkpoint import store as checkpoint
     from grpo_cli.schema import parse
     from grpo_cli.tokenizer import load_tokenizer
 
@@ -128,7 +129,7 @@ def _write(lm: Any, tokenizer: Any, parameters: Iterable[tuple[str, Any]], out: 
 
 
 def _write_weights(parameters: Iterable[tuple[str, Any]], directory: Path) -> None:
-    from grpo_cli.tensorfile import TensorWriter
+    from grpo_cli.checkpoint.tensorfile import TensorWriter
 
     files: list[tuple[str, list[str]]] = []
     total = 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_cli import manifest
+from grpo_cli.checkpoint import manifest
 from grpo_cli.errors import EXIT_FAILED, EXIT_OK, ConfigError, Finding
 from grpo_cli.jsonio import read_rows
 from grpo_cli.ledger import TRAINED, add_up

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, NoReturn
 
-from grpo_cli import advantage, checkpoint, evaluate, export, ledger
+from grpo_cli import advantage, evaluate, export, ledger
 from grpo_cli.batch import pack, write_back
+from grpo_cli.checkpoint import store as checkpoint
 from grpo_cli.checks import check
 from grpo_cli.data import Data, load_data
 from grpo_cli.errors import EXIT_OK, ConfigError, SignalStop, exit_code_of

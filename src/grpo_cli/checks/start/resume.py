@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from grpo_cli import resume
+from grpo_cli.checkpoint import resume
 from grpo_cli.checks.start.report import Report
 from grpo_cli.errors import RunError
 from grpo_cli.rundir import RunDir

@@ -21,17 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_cli import manifest, randomstate
+from grpo_cli.checkpoint import manifest, randomstate
+from grpo_cli.checkpoint.manifest import CONFIG, STATE, directory_name
+from grpo_cli.checkpoint.resume import AUTO, NEVER
+from grpo_cli.checkpoint.tensorfile import TensorWriter
+from grpo_cli.checkpoint.zerostate import MOMENTS, WEIGHT, ZeroState
 from grpo_cli.errors import ConfigError, Finding, RunError
 from grpo_cli.jsonio import fsync_dir, read_json, write_failed, write_json, write_lines
-from grpo_cli.manifest import CONFIG, STATE, directory_name
 from grpo_cli.ranks import Ranks
-from grpo_cli.resume import AUTO, NEVER
 from grpo_cli.rundir import RunDir
 from grpo_cli.schema import Config
 from grpo_cli.signals import stop
-from grpo_cli.tensorfile import TensorWriter
-from grpo_cli.zerostate import MOMENTS, WEIGHT, ZeroState
 
 LEDGER = "ledger.jsonl"
 _ASIDE = ".aside_"

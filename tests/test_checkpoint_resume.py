@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from configs import make_config
 
-from grpo_cli import manifest, resume
+from grpo_cli.checkpoint import manifest, resume
 from grpo_cli.checks.start import resume as start
 from grpo_cli.checks.start.report import Report
 from grpo_cli.errors import Finding

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_cli import manifest
+from grpo_cli.checkpoint import manifest
 from grpo_cli.checks.overrides import write
 from grpo_cli.errors import Finding, RunError
 from grpo_cli.jsonio import read_json
