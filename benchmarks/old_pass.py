@@ -17,7 +17,7 @@ import time
 from grpo_cli.advantage import assign
 from grpo_cli.batch import pack
 from grpo_cli.compose import load
-from grpo_cli.ranks import Ranks, start
+from grpo_cli.process.ranks import Ranks, start
 from grpo_cli.trainer import Policy
 from grpo_cli.types import Completion, Group, Prompt
 

@@ -16,10 +16,10 @@ import time
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from grpo_cli import ranks
 from grpo_cli.batch import pack
 from grpo_cli.compose import compose
 from grpo_cli.passes import Pass, Passes
+from grpo_cli.process import ranks
 from grpo_cli.schema import Config, parse
 from grpo_cli.trainer import Policy
 from grpo_cli.types import Completion, Group, Prompt

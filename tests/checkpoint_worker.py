@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_cli import ranks
 from grpo_cli.batch import pack
 from grpo_cli.checkpoint import manifest
 from grpo_cli.checkpoint import store as checkpoint
-from grpo_cli.ranks import Ranks
+from grpo_cli.process import ranks
+from grpo_cli.process.ranks import Ranks
 from grpo_cli.rundir import RunDir
 from grpo_cli.trainer import Policy
 from tests import tiny

@@ -6,8 +6,8 @@ import sys
 import time
 
 from grpo_cli.errors import ConfigError, Finding, GuardStop, RunError, SignalStop
-from grpo_cli.signals import Interrupted, stop
-from grpo_cli.workerproc import run_worker
+from grpo_cli.process.frame import run_worker
+from grpo_cli.process.signals import Interrupted, stop
 
 RANK = int(os.environ["RANK"])
 KEY = os.environ["WANDB_API_KEY"]

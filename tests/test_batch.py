@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_cli.batch import Sequence, lay_out, pack, split, trained_sequences, write_back
 from grpo_cli.errors import RunError
-from grpo_cli.ranks import Ranks
+from grpo_cli.process.ranks import Ranks
 from grpo_cli.types import Completion, Group, Prompt
 from tests import tiny
 

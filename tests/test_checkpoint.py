@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_cli import export, ranks
+from grpo_cli import export
 from grpo_cli.checkpoint import manifest
 from grpo_cli.checkpoint import store as checkpoint
 from grpo_cli.checkpoint.tensorfile import TensorWriter
 from grpo_cli.errors import ConfigError, RunError
+from grpo_cli.process import ranks
 from grpo_cli.rundir import RunDir
 from grpo_cli.trainer import Policy
 from tests import tiny

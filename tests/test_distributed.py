@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from grpo_cli import ranks
+from grpo_cli.process import ranks
 from grpo_cli.schema import Config
 from grpo_cli.trainer import Policy
 from grpo_cli.types import Completion, Group

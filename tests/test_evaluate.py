@@ -11,8 +11,8 @@ import pytest
 
 from grpo_cli import evaluate as module
 from grpo_cli.evaluate import Outcome, due, evaluate, headline, measures, pass_at_k
+from grpo_cli.process.signals import Interrupted
 from grpo_cli.rollout.sampling import Sampling
-from grpo_cli.signals import Interrupted
 from grpo_cli.types import Completion, Group, Prompt
 from tests.configs import make_config
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_cli import export, ranks
+from grpo_cli import export
 from grpo_cli.batch import pack
 from grpo_cli.checkpoint import manifest
 from grpo_cli.checkpoint import store as checkpoint
 from grpo_cli.errors import ConfigError, RunError
+from grpo_cli.process import ranks
 from grpo_cli.rundir import RunDir
 from grpo_cli.trainer import Policy
 from tests import tiny

@@ -110,7 +110,7 @@ def workers(run_dir: Path) -> list[int]:
             words = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"grpo_cli.worker" in words and str(run_dir).encode() in words and b"grpo_cli.agent" not in words:
+        if b"grpo_cli.worker" in words and str(run_dir).encode() in words and b"grpo_cli.process.agent" not in words:
             found.append(int(path.parent.name))
     return sorted(found)
 

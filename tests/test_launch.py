@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from grpo_cli.launch import command, environment
-from grpo_cli.watchdog import waits_in_collective
+from grpo_cli.process.watchdog import waits_in_collective
 
 TESTS = Path(__file__).parent
 SOURCES = TESTS.parent / "src"

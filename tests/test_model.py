@@ -15,7 +15,7 @@ from grpo_cli import model
 from grpo_cli.batch import pack
 from grpo_cli.errors import ConfigError
 from grpo_cli.model import HeadLogprobs, Scorer, load_causal_lm
-from grpo_cli.ranks import Ranks
+from grpo_cli.process.ranks import Ranks
 from grpo_cli.types import Completion, Group, Prompt
 from tests import tiny
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rewards import asked, python_term, scoring, values
 
+from grpo_cli.process.signals import Interrupted, Stop
 from grpo_cli.reward.pool import Failure, Job, Pool
-from grpo_cli.signals import Interrupted, Stop
 
 SOURCE = """
 import os, signal, subprocess, sys, time
@@ -130,7 +130,7 @@ def test_a_late_worker_takes_its_children_with_it(term):
 def test_workers_die_with_a_trainer_that_is_killed(term, tmp_path):
     code = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
-from grpo_cli.signals import Interrupted, Stop
+from grpo_cli.process.signals import Interrupted, Stop
 from rewards import asked, reward_config, values
 from grpo_cli.reward import make_scorer
 scorer = make_scorer(reward_config({term!r}, workers=2))

@@ -9,7 +9,7 @@ import pytest
 from configs import make_config
 
 from grpo_cli.advantage import assign
-from grpo_cli.signals import Interrupted
+from grpo_cli.process.signals import Interrupted
 from grpo_cli.source import SyncSource
 from grpo_cli.types import Completion, Group, Prompt
 

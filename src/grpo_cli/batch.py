@@ -16,7 +16,7 @@ from grpo_cli.attention import Plan, Span, make_plan
 from grpo_cli.errors import RunError
 from grpo_cli.loss import Tokens
 from grpo_cli.masks import trained
-from grpo_cli.ranks import Ranks
+from grpo_cli.process.ranks import Ranks
 from grpo_cli.types import Completion, Group
 
 

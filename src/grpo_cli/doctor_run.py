@@ -98,7 +98,7 @@ def sync(overrides: list[str]) -> dict[str, Any]:
     """Start an engine on the tiny model, change the trainer's weights, send them over, and measure."""
     from grpo_cli.compose import load
     from grpo_cli.errors import GuardStop
-    from grpo_cli.ranks import start
+    from grpo_cli.process.ranks import start
     from grpo_cli.rollout import make_rollout
     from grpo_cli.rollout.sync import logprob_gap, probe_tokens
     from grpo_cli.trainer import Policy

@@ -14,7 +14,7 @@ from torch import nn
 from grpo_cli import model
 from grpo_cli.deepspeed_config import engine_config, reference_config
 from grpo_cli.optimizer import ReplicatedAdamW
-from grpo_cli.ranks import Ranks
+from grpo_cli.process.ranks import Ranks
 from grpo_cli.schema import Config
 
 

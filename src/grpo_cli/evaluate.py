@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.errors import EXIT_OK, ConfigError, Finding
+from grpo_cli.process.signals import Interrupted
 from grpo_cli.rollout.sampling import Sampling
 from grpo_cli.schema import Config
-from grpo_cli.signals import Interrupted
 from grpo_cli.types import Completion, Group, Prompt
 
 if TYPE_CHECKING:
-    from grpo_cli.ranks import Ranks
+    from grpo_cli.process.ranks import Ranks
     from grpo_cli.rollout import Rollout
 
 RESULT = "eval.json"

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.agent import FAILURES, PARENT_PID
 from grpo_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError, RunError, signal_exit_code
-from grpo_cli.rankfile import ENV, Exit, RankFiles, is_running
+from grpo_cli.process.agent import FAILURES, PARENT_PID
+from grpo_cli.process.rankfile import ENV, Exit, RankFiles, is_running
+from grpo_cli.process.signals import HANDLED, SAME_REQUEST_S
+from grpo_cli.process.watchdog import Watchdog
 from grpo_cli.redact import redact
 from grpo_cli.rundir import RunDir
-from grpo_cli.signals import HANDLED, SAME_REQUEST_S
-from grpo_cli.watchdog import Watchdog
 
 _PREFIX = "grpo-ranks-"
 _POLL_S = 0.1
@@ -86,7 +86,7 @@ def command(cfg: Mapping[str, Any], run_dir: Path, worker: str = WORKER) -> list
         name = hashlib.sha256(f"{cfg['run']['name']} {trainer['rdzv_endpoint']}".encode()).hexdigest()[:12]
         meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={trainer['rdzv_endpoint']}", f"--rdzv-id=grpo-{name}"]
     return [
-        *(sys.executable, "-m", "grpo_cli.agent"),
+        *(sys.executable, "-m", "grpo_cli.process.agent"),
         *(f"--nnodes={trainer['nnodes']}", f"--nproc-per-node={trainer['nproc_per_node']}", *meeting),
         *("--max-restarts=0", "--signals-to-handle=SIGQUIT", "-m", worker, str(run_dir)),
     ]
@@ -125,7 +125,7 @@ def _run(home: RunDir, cfg: Mapping[str, Any], worker: str) -> tuple[int, str | 
 
 @contextlib.contextmanager
 def _ranks_dir() -> Iterator[Path]:
-    """A private directory for rankfile.py, in memory where there is such a place; those of killed parents go too."""
+    """A private directory for process/rankfile.py, in memory where that can be; those of killed parents go too."""
     place = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     for old in place.glob(f"{_PREFIX}*-*"):
         with contextlib.suppress(OSError, ValueError), _locked(old):

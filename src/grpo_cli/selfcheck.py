@@ -13,7 +13,7 @@ import torch
 
 from grpo_cli.batch import pack
 from grpo_cli.errors import ConfigError, Finding
-from grpo_cli.ranks import Ranks
+from grpo_cli.process.ranks import Ranks
 from grpo_cli.schema import Config
 from grpo_cli.types import Completion, Group, Prompt
 

@@ -24,12 +24,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from grpo_cli.process.signals import Interrupted
 from grpo_cli.schema import Config
-from grpo_cli.signals import Interrupted
 from grpo_cli.types import Group, Prompt
 
 if TYPE_CHECKING:
-    from grpo_cli.ranks import Ranks
+    from grpo_cli.process.ranks import Ranks
     from grpo_cli.rollout import Rollout
 
 

@@ -19,10 +19,10 @@ from grpo_cli.errors import GuardStop
 from grpo_cli.loss import Measures, Tokens, policy_loss, prepare
 from grpo_cli.optimizer import lr_at
 from grpo_cli.passes import Passes, decide_passes
-from grpo_cli.ranks import Ranks
+from grpo_cli.process.ranks import Ranks
+from grpo_cli.process.signals import stop
 from grpo_cli.schema import Config
 from grpo_cli.selfcheck import check_scoring
-from grpo_cli.signals import stop
 from grpo_cli.tokenizer import load_tokenizer
 
 

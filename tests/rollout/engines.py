@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_cli.builtin import locate
 from grpo_cli.compose import compose
-from grpo_cli.ranks import Ranks
+from grpo_cli.process.ranks import Ranks
 from grpo_cli.schema import Config, parse
 from grpo_cli.types import Prompt
 

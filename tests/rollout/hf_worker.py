@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from grpo_cli import ranks
-from grpo_cli.ranks import Ranks
+from grpo_cli.process import ranks
+from grpo_cli.process.ranks import Ranks
 from grpo_cli.rollout import make_rollout
 from grpo_cli.rollout.sampling import Sampling
 from grpo_cli.trainer import Policy

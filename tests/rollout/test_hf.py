@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_cli.builtin import locate
 from grpo_cli.errors import GuardStop
-from grpo_cli.ranks import Ranks
+from grpo_cli.process.ranks import Ranks
+from grpo_cli.process.signals import Interrupted
 from grpo_cli.rollout import make_rollout
 from grpo_cli.rollout.hf import HfRollout, stop_string_check, token_budget
 from grpo_cli.rollout.sampling import Sampling
-from grpo_cli.signals import Interrupted
 from grpo_cli.types import Prompt
 from tests.configs import make_config
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_cli.errors import GuardStop
-from grpo_cli.ranks import Ranks
+from grpo_cli.process.ranks import Ranks
 from grpo_cli.rollout import make_rollout, weight_sync
 from grpo_cli.rollout.sync import logprob_gap, probe_tokens
 from tests.rollout import engines

@@ -100,7 +100,9 @@ def test_killed_in_mid_run_ends_in_time_and_leaves_nothing(tmp_path, victim):
         family = psutil.Process(process.pid).children(recursive=True)
         marks = {"server": "grpo_cli.rollout.server_main", "trainer": "grpo_cli.worker"}
         found = [
-            child for child in family if marks[victim] in child.cmdline() and "grpo_cli.agent" not in child.cmdline()
+            child
+            for child in family
+            if marks[victim] in child.cmdline() and "grpo_cli.process.agent" not in child.cmdline()
         ]
         assert len(found) == 1
         os.kill(found[0].pid, signal.SIGKILL)

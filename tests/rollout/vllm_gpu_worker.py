@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from grpo_cli.ranks import Ranks
+from grpo_cli.process.ranks import Ranks
 from grpo_cli.rollout import make_rollout
 from grpo_cli.rollout.sync import logprob_gap, probe_tokens
 from tests.rollout import engines

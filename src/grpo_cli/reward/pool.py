@@ -25,8 +25,8 @@ from typing import Any, Literal
 
 import grpo_cli
 from grpo_cli.errors import RunError
+from grpo_cli.process.signals import stop
 from grpo_cli.reward.worker import receive_frame, send_frame
-from grpo_cli.signals import stop
 
 START_S = 120.0
 """Seconds for a worker's imports: a user's file may load a reward model."""

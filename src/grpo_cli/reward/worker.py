@@ -16,7 +16,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from grpo_cli.signals import die_with_parent
+from grpo_cli.process.signals import die_with_parent
 
 LENGTH = struct.Struct("!Q")
 

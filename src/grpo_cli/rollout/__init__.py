@@ -10,7 +10,7 @@ from grpo_cli.schema import Config
 from grpo_cli.types import Group, Prompt
 
 if TYPE_CHECKING:
-    from grpo_cli.ranks import Ranks
+    from grpo_cli.process.ranks import Ranks
 
 
 class Rollout(Protocol):

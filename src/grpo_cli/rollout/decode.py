@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from grpo_cli.process.signals import stop
 from grpo_cli.rollout.attention import grouped_decoding
 from grpo_cli.rollout.draw import draw
 from grpo_cli.rollout.sampling import Sampling
-from grpo_cli.signals import stop
 
 StopCheck = Callable[[Tensor], Tensor]
 """Generated tokens so far, [B, t] -> bool [B]: whether a stop string has just appeared."""

@@ -17,7 +17,7 @@ from grpo_cli.schema import Config
 from grpo_cli.types import Completion, Group, Prompt
 
 if TYPE_CHECKING:
-    from grpo_cli.ranks import Ranks
+    from grpo_cli.process.ranks import Ranks
 
 _MEMORY_SHARE = 0.2
 """Of the device's memory for caches and logits; of the total, not the free, so that batches repeat in a resumed run."""

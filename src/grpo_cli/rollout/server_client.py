@@ -15,8 +15,8 @@ import httpx
 import tenacity
 
 from grpo_cli.errors import RunError
+from grpo_cli.process.signals import Interrupted, stop
 from grpo_cli.rollout.server_process import ServerProcess, authorization
-from grpo_cli.signals import Interrupted, stop
 
 DEAD_AFTER_S = 20.0
 """A server that has not answered /health for so long is dead; with the time of noticing, less than 30 s."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from grpo_cli.signals import die_with_parent
+from grpo_cli.process.signals import die_with_parent
 
 
 def main(arguments: list[str]) -> None:

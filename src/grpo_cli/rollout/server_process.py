@@ -19,8 +19,8 @@ import httpx
 import psutil
 
 from grpo_cli.errors import RunError
+from grpo_cli.process.signals import stop
 from grpo_cli.rollout import server_auth
-from grpo_cli.signals import stop
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 1800.0

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_cli.errors import ConfigError, GuardStop, RunError
 from grpo_cli.metrics import group_metrics
+from grpo_cli.process.signals import Interrupted
 from grpo_cli.schema import Config
-from grpo_cli.signals import Interrupted
 from grpo_cli.source import StepGroups, add_to
 from grpo_cli.stats import mean
 from grpo_cli.types import Completion, Group, Prompt
 
 if TYPE_CHECKING:
-    from grpo_cli.ranks import Ranks
+    from grpo_cli.process.ranks import Ranks
     from grpo_cli.rollout.vllm_server import ServerRollout
 
 _LINE_FACTOR = 4

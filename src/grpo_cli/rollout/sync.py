@@ -12,7 +12,7 @@ from grpo_cli.errors import GuardStop
 if TYPE_CHECKING:
     import torch
 
-    from grpo_cli.ranks import Ranks
+    from grpo_cli.process.ranks import Ranks
 
 Score = Callable[[list[int], list[int]], list[float]]
 """(prompt_ids, completion_ids) -> the engine's logprob of each completion token, temperature and all, in fp32."""

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from grpo_cli.errors import RunError
+from grpo_cli.process.signals import stop
 from grpo_cli.rollout import fingerprint
 from grpo_cli.rollout.sampling import Sampling, completion_seed, eos_token_ids
 from grpo_cli.rollout.sync import check_sync
 from grpo_cli.rollout.vllm_requests import engine_options, make_completion, sampling_params, scoring_requests
 from grpo_cli.schema import Config
 from grpo_cli.schema import VllmRollout as Settings
-from grpo_cli.signals import stop
 from grpo_cli.types import Group, Prompt
 from grpo_cli.weights import is_sharded
 
 if TYPE_CHECKING:
-    from grpo_cli.ranks import Ranks
+    from grpo_cli.process.ranks import Ranks
     from grpo_cli.rollout import Rollout
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")

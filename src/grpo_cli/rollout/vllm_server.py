@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from grpo_cli.errors import RunError
-from grpo_cli.ranks import share_of_cores
+from grpo_cli.process.ranks import share_of_cores
+from grpo_cli.process.signals import stop
 from grpo_cli.rollout import fingerprint
 from grpo_cli.rollout.sampling import Sampling, completion_seed, eos_token_ids
 from grpo_cli.rollout.server_auth import KEY_VARIABLE
@@ -23,11 +24,10 @@ from grpo_cli.rollout.sync import check_sync, logprob_gap
 from grpo_cli.rollout.vllm_requests import engine_options, make_completion, sampling_params, scoring_requests
 from grpo_cli.rollout.weight_sync import make_sender
 from grpo_cli.schema import Config, VllmRollout, VllmServerRollout
-from grpo_cli.signals import stop
 from grpo_cli.types import Completion, Group, Prompt
 
 if TYPE_CHECKING:
-    from grpo_cli.ranks import Ranks
+    from grpo_cli.process.ranks import Ranks
 
 _SHARED_DEVICE_MEMORY = 0.4
 _OWN_DEVICE_MEMORY = 0.9

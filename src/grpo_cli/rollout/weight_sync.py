@@ -14,7 +14,7 @@ from grpo_cli.rollout.server_process import HOST, free_port
 from grpo_cli.rollout.vllm import named_copies
 
 if TYPE_CHECKING:
-    from grpo_cli.ranks import Ranks
+    from grpo_cli.process.ranks import Ranks
     from grpo_cli.rollout.server_client import Client
 
 _SHARD_BYTES = 2**30

@@ -12,7 +12,7 @@ import time
 from types import FrameType
 
 from grpo_cli.errors import signal_exit_code
-from grpo_cli.rankfile import RankFile
+from grpo_cli.process.rankfile import RankFile
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_REQUEST_S = 1.0

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_cli.rankfile import RankFile, RankFiles
+from grpo_cli.process.rankfile import RankFile, RankFiles
+from grpo_cli.process.signals import HANDLED, Interrupted, Stop
+from grpo_cli.process.watchdog import Watchdog
 from grpo_cli.reward import pool
-from grpo_cli.signals import HANDLED, Interrupted, Stop
-from grpo_cli.watchdog import Watchdog
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_watchdog_does_not_watch_the_start_nor_the_ended(tmp_path: Path) -> None
 
 
 def test_watchdog_names_the_rank_that_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_cli.watchdog._TRACE_WAIT_S", 0.0)
+    monkeypatch.setattr("grpo_cli.process.watchdog._TRACE_WAIT_S", 0.0)
     monkeypatch.setattr(os, "kill", lambda *_: None)
     dog = Watchdog(files(tmp_path, (7, "rollout"), (6, "update"), (7, "rollout")), 10.0)
     dog.look(0.0)

@@ -6,12 +6,12 @@ import sys
 import pytest
 import torch
 
-from grpo_cli import ranks
+from grpo_cli.process import ranks
 
 
 def test_one_process_needs_no_launcher():
     code = (
-        "import torch\nfrom grpo_cli import ranks\nr = ranks.start()\n"
+        "import torch\nfrom grpo_cli.process import ranks\nr = ranks.start()\n"
         "assert (r.rank, r.world, r.first) == (0, 1, True)\n"
         "assert r.gather({'a': 1}) == [{'a': 1}]\n"
         "assert r.sum(torch.tensor([2.0])).item() == 2.0 and r.max(torch.tensor(3)).item() == 3\n"

@@ -10,9 +10,9 @@ import signal
 import sys
 from pathlib import Path
 
-from grpo_cli.rankfile import ENV
-from grpo_cli.signals import HANDLED, die_with_parent
-from grpo_cli.workerproc import AGENT_PID
+from grpo_cli.process.frame import AGENT_PID
+from grpo_cli.process.rankfile import ENV
+from grpo_cli.process.signals import HANDLED, die_with_parent
 
 PARENT_PID = "GRPO_PARENT_PID"
 FAILURES = "failures.json"

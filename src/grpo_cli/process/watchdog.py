@@ -9,10 +9,10 @@ import signal
 import time
 from dataclasses import dataclass
 
-from grpo_cli.rankfile import Beat, RankFiles, process_state
+from grpo_cli.process.rankfile import Beat, RankFiles, process_state
 
 _TRACE_WAIT_S = 2.0
-_WAITING = re.compile(r"/torch/distributed/|/deepspeed/comm/|/grpo_cli/ranks\.py")
+_WAITING = re.compile(r"/torch/distributed/|/deepspeed/comm/|/grpo_cli/process/ranks\.py")
 _INNERMOST = 6
 """Frames of a stack that are looked at: a rank that waits for the others has the collective right at the top."""
 
