@@ -18,7 +18,7 @@ from grpo_cli.advantage import assign
 from grpo_cli.batch import pack
 from grpo_cli.compose import load
 from grpo_cli.process.ranks import Ranks, start
-from grpo_cli.trainer import Policy
+from grpo_cli.trainer.policy import Policy
 from grpo_cli.types import Completion, Group, Prompt
 
 BASE = ["model=tiny", "trainer.micro_batch_tokens=4096", "rollout.max_new_tokens=256", "trainer.steps=1000"]

@@ -21,7 +21,7 @@ from grpo_cli.compose import compose
 from grpo_cli.passes import Pass, Passes
 from grpo_cli.process import ranks
 from grpo_cli.schema import Config, parse
-from grpo_cli.trainer import Policy
+from grpo_cli.trainer.policy import Policy
 from grpo_cli.types import Completion, Group, Prompt
 
 PACKINGS = ("none", "sequence", "shared_prefix")

@@ -15,7 +15,7 @@ import torch
 from grpo_cli.batch import pack, write_back
 from grpo_cli.process import ranks
 from grpo_cli.process.ranks import Ranks
-from grpo_cli.trainer import Policy
+from grpo_cli.trainer.policy import Policy
 from grpo_cli.types import Group
 from tests import tiny
 

@@ -1,6 +1,7 @@
 """The direction of imports that ARCHITECTURE.md promises, read from the sources."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,6 +88,7 @@ def heavy_ways(way: list[str], seen: set[str]) -> list[str]:
     return found
 
 
+@functools.cache
 def at_import(path: Path) -> set[str]:
     """Full names that are imported with this module, the packages that they lie in too."""
     names: set[str] = set()

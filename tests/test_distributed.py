@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from grpo_cli.process import ranks
 from grpo_cli.schema import Config
-from grpo_cli.trainer import Policy
+from grpo_cli.trainer.policy import Policy
 from grpo_cli.types import Completion, Group
 from tests import distributed_worker as worker
 from tests import tiny

@@ -18,7 +18,7 @@ from grpo_cli.checkpoint import store as checkpoint
 from grpo_cli.errors import ConfigError, RunError
 from grpo_cli.process import ranks
 from grpo_cli.rundir import RunDir
-from grpo_cli.trainer import Policy
+from grpo_cli.trainer.policy import Policy
 from tests import tiny
 
 

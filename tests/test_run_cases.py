@@ -18,7 +18,7 @@ from grpo_cli.checkpoint import manifest
 from grpo_cli.process.signals import stop
 from grpo_cli.rundir import RunDir
 from grpo_cli.source import SyncSource
-from grpo_cli.trainer import Policy
+from grpo_cli.trainer.policy import Policy
 
 TERM = """
 calls = 0

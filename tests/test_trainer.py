@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_cli import trainer
 from grpo_cli.batch import Batch, pack, write_back
 from grpo_cli.errors import GuardStop
+from grpo_cli.loss import policy_loss
 from grpo_cli.process import ranks
-from grpo_cli.trainer import Policy
+from grpo_cli.trainer.policy import Policy
 from grpo_cli.types import Group
 from tests import tiny
 
@@ -241,8 +241,7 @@ class TestRefusal:
             loss, measures = policy_loss(*args)
             return loss + math.inf, measures
 
-        policy_loss = trainer.policy_loss
-        monkeypatch.setattr(trainer, "policy_loss", infinite)
+        monkeypatch.setattr("grpo_cli.trainer.policy.policy_loss", infinite)
         policy = make()
         before = snapshot(policy)
         assert step(policy, tiny.make_groups())["updates/nonfinite_count"] == 1
@@ -375,7 +374,8 @@ class TestAdapters:
 @pytest.mark.parametrize("overrides", ["trainer.zero_stage=1 model.dtype=bfloat16", "trainer.zero_stage=3"])
 def test_nothing_of_deepspeed_reaches_the_console(models, overrides):
     script = (
-        "import sys; from grpo_cli.process import ranks; from grpo_cli.trainer import Policy; from tests import tiny\n"
+        "import sys; from grpo_cli.process import ranks; from grpo_cli.trainer.policy import Policy\n"
+        "from tests import tiny\n"
         "from tests.test_trainer import step\n"
         "policy = Policy(tiny.config(*sys.argv[1:]), ranks.start())\n"
         "step(policy, tiny.make_groups()); list(policy.gathered_parameters()); ranks.leave(0)"

@@ -101,7 +101,7 @@ def sync(overrides: list[str]) -> dict[str, Any]:
     from grpo_cli.process.ranks import start
     from grpo_cli.rollout import make_rollout
     from grpo_cli.rollout.sync import logprob_gap, probe_tokens
-    from grpo_cli.trainer import Policy
+    from grpo_cli.trainer.policy import Policy
 
     cfg = load(overrides, "train").require()
     ranks = start()

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.compose import Loaded, load
-from grpo_cli.deepspeed_config import batch_numbers
 from grpo_cli.errors import EXIT_OK, EXIT_USAGE, Finding
 from grpo_cli.memory import estimate
 from grpo_cli.passes import decide_passes
 from grpo_cli.schema import Config
 from grpo_cli.terminal import Parser, show
+from grpo_cli.trainer.deepspeed_config import batch_numbers
 from grpo_cli.usage import composition
 
 

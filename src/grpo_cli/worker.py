@@ -28,7 +28,7 @@ from grpo_cli.rundir import RunDir
 from grpo_cli.schema import Config
 from grpo_cli.source import GroupSource, StepGroups, make_source
 from grpo_cli.tokenizer import load_tokenizer
-from grpo_cli.trainer import Policy
+from grpo_cli.trainer.policy import Policy
 
 
 def main() -> NoReturn:

@@ -11,7 +11,7 @@ from grpo_cli.process import ranks
 from grpo_cli.process.ranks import Ranks
 from grpo_cli.rollout import make_rollout
 from grpo_cli.rollout.sampling import Sampling
-from grpo_cli.trainer import Policy
+from grpo_cli.trainer.policy import Policy
 from grpo_cli.types import Prompt
 from tests import tiny
 

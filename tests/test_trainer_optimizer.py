@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_cli.optimizer import ReplicatedAdamW, lr_at
+from grpo_cli.trainer.optimizer import ReplicatedAdamW, lr_at
 from tests import tiny
 
 

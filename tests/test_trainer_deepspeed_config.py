@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from grpo_cli.deepspeed_config import batch_numbers, engine_config
+from grpo_cli.trainer.deepspeed_config import batch_numbers, engine_config
 from tests import tiny
 
 
@@ -48,5 +48,5 @@ def test_parameters_are_offloaded_where_they_are_sharded():
 
 
 def test_planning_needs_no_torch():
-    code = "import sys, grpo_cli.deepspeed_config; assert not {'torch', 'deepspeed'} & sys.modules.keys()"
+    code = "import sys, grpo_cli.trainer.deepspeed_config; assert not {'torch', 'deepspeed'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

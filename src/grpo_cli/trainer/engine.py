@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from grpo_cli import model
-from grpo_cli.deepspeed_config import engine_config, reference_config
-from grpo_cli.optimizer import ReplicatedAdamW
 from grpo_cli.process.ranks import Ranks
 from grpo_cli.schema import Config
+from grpo_cli.trainer.deepspeed_config import engine_config, reference_config
+from grpo_cli.trainer.optimizer import ReplicatedAdamW
 
 
 def make_engine(cfg: Config, ranks: Ranks) -> Any:

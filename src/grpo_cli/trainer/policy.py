@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from grpo_cli import model, weights
 from grpo_cli.batch import Batch, MicroBatch
-from grpo_cli.engine import make_engine, make_reference
 from grpo_cli.errors import GuardStop
 from grpo_cli.loss import Measures, Tokens, policy_loss, prepare
-from grpo_cli.optimizer import lr_at
 from grpo_cli.passes import Passes, decide_passes
 from grpo_cli.process.ranks import Ranks
 from grpo_cli.process.signals import stop
 from grpo_cli.schema import Config
 from grpo_cli.selfcheck import check_scoring
 from grpo_cli.tokenizer import load_tokenizer
+from grpo_cli.trainer.engine import make_engine, make_reference
+from grpo_cli.trainer.optimizer import lr_at
 
 
 @dataclass(frozen=True, slots=True)
