@@ -15,11 +15,11 @@ import torch
 from grpo_cli import advantage
 from grpo_cli.batch import MicroBatch, pack
 from grpo_cli.compose import load
-from grpo_cli.dump import Row, parse_groups, term_names
 from grpo_cli.filter import make_filter
 from grpo_cli.loss import policy_loss, prepare
 from grpo_cli.passes import decide_passes
 from grpo_cli.process.ranks import Ranks
+from grpo_cli.replay.dump import Row, parse_groups, term_names
 from grpo_cli.schema import Config
 from grpo_cli.shaping import shape
 from grpo_cli.types import Completion, Group

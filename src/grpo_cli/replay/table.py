@@ -8,7 +8,7 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
-from grpo_cli.replay import GroupResult, Replayed
+from grpo_cli.replay.recompute import GroupResult, Replayed
 
 MAX_ADVANTAGES = 8
 PIPED_WIDTH = 120

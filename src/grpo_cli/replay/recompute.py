@@ -13,7 +13,6 @@ from torch import Tensor
 
 from grpo_cli import advantage
 from grpo_cli.compose import load
-from grpo_cli.dump import FIX, RULE, Row, parse_groups, raise_findings, read_file, term_names
 from grpo_cli.errors import EXIT_OK, ConfigError, Finding
 from grpo_cli.filter import make_filter
 from grpo_cli.jsonio import dumps
@@ -22,6 +21,7 @@ from grpo_cli.masks import trained
 from grpo_cli.metrics import group_metrics
 from grpo_cli.options import nearest
 from grpo_cli.passes import decide_passes
+from grpo_cli.replay.dump import FIX, RULE, Row, parse_groups, raise_findings, read_file, term_names
 from grpo_cli.schema import Config
 from grpo_cli.shaping import shape
 from grpo_cli.terminal import Parser, show
@@ -289,7 +289,7 @@ def main(arguments: Sequence[str]) -> int:
     if asked.json:
         print(dumps(replayed.as_json()))
     else:
-        from grpo_cli.replay_table import print_table
+        from grpo_cli.replay.table import print_table
 
         print_table(replayed)
     return EXIT_OK

@@ -12,9 +12,9 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grpo_cli.dump import Row, parse_groups, read_file
 from grpo_cli.errors import ConfigError
 from grpo_cli.replay import replay
+from grpo_cli.replay.dump import Row, parse_groups, read_file
 from grpo_cli.types import Group
 
 COMPLETION = {
