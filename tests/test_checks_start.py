@@ -8,12 +8,12 @@ import shutil
 import pytest
 from check_helpers import config_of, with_values
 
-from grpo_cli.builtin import locate
 from grpo_cli.checks import RULES, check, start
 from grpo_cli.checks.overrides import read_first
 from grpo_cli.checks.start import devices, engine, model, resume, rundir
 from grpo_cli.checks.start.report import Report
 from grpo_cli.compose import absolute
+from grpo_cli.model.builtin import locate
 from grpo_cli.rundir import RunDir
 from grpo_cli.schema import Config
 

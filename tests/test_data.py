@@ -13,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from grpo_cli import schema
-from grpo_cli.builtin import tiny_tokenizer
 from grpo_cli.compose import compose
 from grpo_cli.data import inspect, load_data
 from grpo_cli.data.arithmetic import ArithmeticRows
@@ -23,6 +22,7 @@ from grpo_cli.data.hf import check_plain, parse_name
 from grpo_cli.data.jsonl import JsonlRows, decode_object
 from grpo_cli.data.rows import Row
 from grpo_cli.errors import ConfigError
+from grpo_cli.model.builtin import tiny_tokenizer
 
 BASE = compose(["model=tiny", "data=arithmetic", "trainer.prompts_per_step=1"]).config
 JSONL = compose(["model=tiny", "data=jsonl", "data.train=x", "trainer.prompts_per_step=1", "reward=exact"]).config

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_cli import model
 from grpo_cli.batch import pack
 from grpo_cli.errors import ConfigError
-from grpo_cli.model import HeadLogprobs, Scorer, load_causal_lm
+from grpo_cli.model import network as model
+from grpo_cli.model.network import HeadLogprobs, Scorer, load_causal_lm
 from grpo_cli.process.ranks import Ranks
 from grpo_cli.types import Completion, Group, Prompt
 from tests import tiny

@@ -134,7 +134,7 @@ def test_activations_with_and_without_checkpointing(tmp_path):
 
 
 def test_logits_are_chunked_as_the_model_does(tmp_path):
-    from grpo_cli.model import LOGIT_BYTES
+    from grpo_cli.model.network import LOGIT_BYTES
 
     assert memory.LOGIT_BYTES == LOGIT_BYTES
     shape = memory.Shape.of({**LLAMA, "vocab_size": 10**6, "num_hidden_layers": 0})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_cli.builtin import tiny_tokenizer
+from grpo_cli.model.builtin import tiny_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -327,7 +327,7 @@ class TestWeights:
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
     def test_few_at_a_time(self, make, monkeypatch):
-        from grpo_cli import weights
+        from grpo_cli.model import weights
 
         monkeypatch.setattr(weights, "GATHER_ELEMENTS", 10_000)
         policy = make(STAGES[3])

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_cli.attention import Plan, Span, make_plan
 from grpo_cli.errors import RunError
 from grpo_cli.loss import Tokens
 from grpo_cli.masks import trained
+from grpo_cli.model.attention import Plan, Span, make_plan
 from grpo_cli.process.ranks import Ranks
 from grpo_cli.types import Completion, Group
 

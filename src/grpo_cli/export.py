@@ -60,17 +60,18 @@ def find(run_dir: RunDir, step: int | None) -> Path:
 
 def export(directory: Path, out: Path) -> None:
     """The weights of a checkpoint as a model directory. The start model is read from where the run had it."""
-    from grpo_cli import model, weights
     from grpo_cli.checkpoint import store as checkpoint
+    from grpo_cli.model.network import add_lora, load_causal_lm
+    from grpo_cli.model.tokenizer import load_tokenizer
+    from grpo_cli.model.weights import full_parameters
     from grpo_cli.schema import parse
-    from grpo_cli.tokenizer import load_tokenizer
 
     cfg = parse(RunDir(directory).read_config())
-    lm = model.load_causal_lm(cfg.model)
+    lm = load_causal_lm(cfg.model)
     if cfg.model.lora is not None:
-        lm = model.add_lora(lm, cfg.model)
+        lm = add_lora(lm, cfg.model)
     checkpoint.read_weights(directory, lm)
-    _write(lm, _tokenizer(load_tokenizer(cfg.model), cfg), weights.full_parameters(lm), out)
+    _write(lm, _tokenizer(load_tokenizer(cfg.model), cfg), full_parameters(lm), out)
 
 
 def save_model(policy: Any, out: Path, ranks: Any) -> None:
@@ -102,8 +103,8 @@ def _tokenizer(tokenizer: Any, cfg: Config) -> Any:
 
 
 def _write(lm: Any, tokenizer: Any, parameters: Iterable[tuple[str, Any]], out: Path) -> None:
-    from grpo_cli.model import config_to_save
-    from grpo_cli.weights import without_adapters
+    from grpo_cli.model.network import config_to_save
+    from grpo_cli.model.weights import without_adapters
 
     plain = without_adapters(lm)
     aside = out.with_name(f".{out.name}.{secrets.token_hex(4)}")

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.builtin import BUILDERS, PREFIX, cache_dir
+from grpo_cli.model.builtin import BUILDERS, PREFIX, cache_dir
 from grpo_cli.passes import decide_passes
 from grpo_cli.schema import Config
 
 BYTES = {"bfloat16": 2, "float32": 4}
 LOGIT_BYTES = 256 * 2**20
-"""Float32 logits that the model makes at a time; the same as in model.py, which this module must not import."""
+"""Float32 logits that the model makes at a time; the same as in model/network.py, which this module must not import."""
 _GATED = ("llama", "mistral", "qwen2", "qwen3")
 _QKV_BIAS = ("qwen2",)
 

@@ -18,6 +18,7 @@ from grpo_cli.data import Data, load_data
 from grpo_cli.errors import EXIT_OK, ConfigError, SignalStop, exit_code_of
 from grpo_cli.filter import Filter, make_filter
 from grpo_cli.logger import Logger
+from grpo_cli.model.tokenizer import load_tokenizer
 from grpo_cli.process.frame import run_worker
 from grpo_cli.process.ranks import Ranks, start
 from grpo_cli.process.signals import Interrupted, stop
@@ -27,7 +28,6 @@ from grpo_cli.rollout import Rollout, make_rollout
 from grpo_cli.rundir import RunDir
 from grpo_cli.schema import Config
 from grpo_cli.source import GroupSource, StepGroups, make_source
-from grpo_cli.tokenizer import load_tokenizer
 from grpo_cli.trainer.policy import Policy
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_cli.builtin import locate
 from grpo_cli.compose import compose
+from grpo_cli.model.builtin import locate
 from grpo_cli.process.ranks import Ranks
 from grpo_cli.schema import Config, parse
 from grpo_cli.types import Prompt

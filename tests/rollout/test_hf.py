@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_cli.builtin import locate
 from grpo_cli.errors import GuardStop
+from grpo_cli.model.builtin import locate
 from grpo_cli.process.ranks import Ranks
 from grpo_cli.process.signals import Interrupted
 from grpo_cli.rollout import make_rollout

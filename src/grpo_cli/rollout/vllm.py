@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_cli.errors import RunError
+from grpo_cli.model.weights import is_sharded
 from grpo_cli.process.signals import stop
 from grpo_cli.rollout import fingerprint
 from grpo_cli.rollout.sampling import Sampling, completion_seed, eos_token_ids
@@ -23,7 +24,6 @@ from grpo_cli.rollout.vllm_requests import engine_options, make_completion, samp
 from grpo_cli.schema import Config
 from grpo_cli.schema import VllmRollout as Settings
 from grpo_cli.types import Group, Prompt
-from grpo_cli.weights import is_sharded
 
 if TYPE_CHECKING:
     from grpo_cli.process.ranks import Ranks

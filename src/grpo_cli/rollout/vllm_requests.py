@@ -6,7 +6,7 @@ from typing import Any
 
 import psutil
 
-from grpo_cli.builtin import locate
+from grpo_cli.model.builtin import locate
 from grpo_cli.rollout.sampling import Sampling
 from grpo_cli.rollout.vllm_worker_extension import CLASS_PATH
 from grpo_cli.schema import Config

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo_cli import model
+from grpo_cli.model.network import Scorer, add_lora, load_causal_lm
 from grpo_cli.process.ranks import Ranks
 from grpo_cli.schema import Config
 from grpo_cli.trainer.deepspeed_config import engine_config, reference_config
@@ -22,12 +22,12 @@ def make_engine(cfg: Config, ranks: Ranks) -> Any:
     """`model.path` behind a Scorer behind an engine with AdamW, sharded as `trainer.zero_stage` says."""
     deepspeed = _deepspeed(ranks)
     settings = engine_config(cfg, ranks.world)
-    lm = model.load_causal_lm(cfg.model)
+    lm = load_causal_lm(cfg.model)
     if cfg.model.lora is not None:
-        lm = model.add_lora(lm, cfg.model)
+        lm = add_lora(lm, cfg.model)
     if cfg.model.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    scorer = model.Scorer(lm, cfg.rollout.temperature).eval()
+    scorer = Scorer(lm, cfg.rollout.temperature).eval()
     if cfg.trainer.zero_stage == 3:
         _shard(scorer, settings, ranks)
     else:
@@ -52,8 +52,8 @@ def _optimizer(scorer: nn.Module, cfg: Config) -> torch.optim.Optimizer:
 
 def make_reference(cfg: Config, ranks: Ranks) -> nn.Module:
     """The model of `model.path`, frozen; under ZeRO-3 behind an engine of its own, which only shards it."""
-    lm = model.load_causal_lm(cfg.model).requires_grad_(False)
-    scorer = model.Scorer(lm, cfg.rollout.temperature).eval()
+    lm = load_causal_lm(cfg.model).requires_grad_(False)
+    scorer = Scorer(lm, cfg.rollout.temperature).eval()
     if cfg.trainer.zero_stage < 3:
         return scorer.to(ranks.device)
     settings = reference_config(cfg, ranks.world)

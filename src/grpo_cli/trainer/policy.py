@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_cli import model, weights
 from grpo_cli.batch import Batch, MicroBatch
 from grpo_cli.errors import GuardStop
 from grpo_cli.loss import Measures, Tokens, policy_loss, prepare
+from grpo_cli.model import weights
+from grpo_cli.model.network import Scorer, training
+from grpo_cli.model.selfcheck import check_scoring
+from grpo_cli.model.tokenizer import load_tokenizer
 from grpo_cli.passes import Passes, decide_passes
 from grpo_cli.process.ranks import Ranks
 from grpo_cli.process.signals import stop
 from grpo_cli.schema import Config
-from grpo_cli.selfcheck import check_scoring
-from grpo_cli.tokenizer import load_tokenizer
 from grpo_cli.trainer.engine import make_engine, make_reference
 from grpo_cli.trainer.optimizer import lr_at
 
@@ -53,7 +54,7 @@ class Policy:
         """Steps in a row, up to the last one, that were refused for a non-finite loss or gradient."""
         torch.manual_seed(cfg.run.seed)
         self.engine = make_engine(cfg, ranks)
-        self.scorer: model.Scorer = self.engine.module
+        self.scorer: Scorer = self.engine.module
         check_scoring(self.engine, cfg, self.scorer.vocabulary, ranks.device)
         self.engine.empty_partition_cache()  # ZeRO-3 keeps what it gathered for the check
         self.reference = self._load_reference()
@@ -149,7 +150,7 @@ class Policy:
             lr = lr_at(first + number, trainer, self.total_steps)
             micro_batches = batch.updates[number % trainer.updates_per_step]
             if micro_batches and micro_batches[0].tokens.update_tokens:
-                with model.training(self.module, self.cfg.model.gradient_checkpointing):
+                with training(self.module, self.cfg.model.gradient_checkpointing):
                     outcomes.append(self._one_update(micro_batches, lr))
         metrics["lr"] = lr
         metrics |= self._summary(outcomes, trainer.updates_per_step * trainer.epochs_per_step)

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.builtin import locate
 from grpo_cli.checks.model import LOCAL_SIGNS
 from grpo_cli.checks.start.report import Report
 from grpo_cli.errors import ConfigError
+from grpo_cli.model.builtin import locate
+from grpo_cli.model.tokenizer import load_tokenizer
 from grpo_cli.schema import Config
-from grpo_cli.tokenizer import load_tokenizer
 
 ATTENTION_PACKAGES = {
     "flash_attention_2": "flash_attn",

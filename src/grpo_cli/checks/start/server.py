@@ -9,9 +9,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.builtin import locate
 from grpo_cli.checks.start.report import Report
 from grpo_cli.errors import ConfigError
+from grpo_cli.model.builtin import locate
 from grpo_cli.schema import Config, VllmServerRollout
 
 KEY_VARIABLE = "GRPO_SERVER_KEY"

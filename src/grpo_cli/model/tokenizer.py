@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_cli import builtin
 from grpo_cli.errors import ConfigError, Finding
+from grpo_cli.model import builtin
 from grpo_cli.schema import Model
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_cli import attention, batch
-from grpo_cli.attention import Span
+from grpo_cli import batch
 from grpo_cli.errors import ConfigError
-from grpo_cli.model import Scorer, load_causal_lm
-from grpo_cli.selfcheck import check_scoring
+from grpo_cli.model import attention
+from grpo_cli.model.attention import Span
+from grpo_cli.model.network import Scorer, load_causal_lm
+from grpo_cli.model.selfcheck import check_scoring
 from tests import tiny
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from configs import make_config
 
-from grpo_cli.builtin import tiny_tokenizer
 from grpo_cli.errors import ConfigError
-from grpo_cli.tokenizer import load_tokenizer
+from grpo_cli.model.builtin import tiny_tokenizer
+from grpo_cli.model.tokenizer import load_tokenizer
 
 
 def saved(folder: Path, **changes) -> Path:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from grpo_cli import attention
 from grpo_cli.batch import MicroBatch
-from grpo_cli.builtin import locate
 from grpo_cli.errors import ConfigError, Finding
+from grpo_cli.model import attention
+from grpo_cli.model.builtin import locate
+from grpo_cli.model.weights import without_adapters
 from grpo_cli.schema import Model
-from grpo_cli.weights import without_adapters
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

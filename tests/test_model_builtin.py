@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_cli import builtin
 from grpo_cli.errors import ConfigError
+from grpo_cli.model import builtin
 
 QUESTION = "What is 3 + 4? Answer with just the number."
 
@@ -117,7 +117,7 @@ def test_unwritable_cache_names_the_fix(tmp_path, monkeypatch):
 
 def test_smollm2_without_its_package_says_how_to_get_it(cache, monkeypatch):
     monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"python.* -m grpo_cli\.builtin fetch builtin:smollm2-135m"):
+    with pytest.raises(ConfigError, match=r"python.* -m grpo_cli\.model\.builtin fetch builtin:smollm2-135m"):
         builtin.locate("builtin:smollm2-135m")
 
 

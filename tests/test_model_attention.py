@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from grpo_cli.attention import Span, dense_mask, make_plan, packed_attention
+from grpo_cli.model.attention import Span, dense_mask, make_plan, packed_attention
 
 # A sequence, a prompt, three completions of it, another sequence, another prompt and a completion of it.
 PROMPT = [Span(5, 4), Span(9, 3, 5, 4), Span(12, 1, 5, 4), Span(13, 17, 5, 4)]
