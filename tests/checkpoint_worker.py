@@ -18,9 +18,9 @@ import torch
 from grpo_cli.batch import pack
 from grpo_cli.checkpoint import manifest
 from grpo_cli.checkpoint import store as checkpoint
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.process import ranks
 from grpo_cli.process.ranks import Ranks
-from grpo_cli.rundir import RunDir
 from grpo_cli.trainer.policy import Policy
 from tests import tiny
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from grpo_cli.compose import load
 from grpo_cli.errors import EXIT_OK, SignalStop, exit_code_of
-from grpo_cli.jsonio import read_rows
+from grpo_cli.files.jsonio import read_rows
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.process.signals import Interrupted, stop
-from grpo_cli.rundir import RunDir
 from grpo_cli.worker import work
 
 TINY = (

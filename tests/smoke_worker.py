@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from grpo_cli.compose import load
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.process.frame import run_worker
-from grpo_cli.rundir import RunDir
 from grpo_cli.worker import work
 
 

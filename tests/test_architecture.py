@@ -15,7 +15,19 @@ USES = {("trainer", "loss")}
 
 LIGHT = (
     *("errors", "types", "schema", "passes", "seeds", "compose", "checks", "plan", "cli"),
-    *("validate", "train", "sweep", "launch", "status", "report", "export", "evaluate", "completion", "memory"),
+    *(
+        "validate",
+        "train",
+        "sweep",
+        "launch",
+        "status",
+        "report",
+        "export",
+        "evaluate",
+        "completion",
+        "memory",
+        "files",
+    ),
 )
 """What a command needs before it starts workers, with what lies in these packages."""
 

@@ -12,7 +12,7 @@ from grpo_cli.checkpoint import manifest, resume
 from grpo_cli.checks.start import resume as start
 from grpo_cli.checks.start.report import Report
 from grpo_cli.errors import Finding
-from grpo_cli.rundir import RunDir
+from grpo_cli.files.rundir import RunDir
 
 
 def fake_checkpoint(run_dir: RunDir, step: int = 4, *saved: str) -> Path:

@@ -13,8 +13,8 @@ from grpo_cli.checks.overrides import read_first
 from grpo_cli.checks.start import devices, engine, model, resume, rundir
 from grpo_cli.checks.start.report import Report
 from grpo_cli.compose import absolute
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.model.builtin import locate
-from grpo_cli.rundir import RunDir
 from grpo_cli.schema import Config
 
 LORA = ["model.lora={rank:4,alpha:8.0,dropout:0.0,target_modules:[q_proj,v_proj]}"]

@@ -21,8 +21,8 @@ from configs import make_config
 
 from grpo_cli import status
 from grpo_cli.checkpoint import manifest
-from grpo_cli.jsonio import read_rows
-from grpo_cli.rundir import RunDir
+from grpo_cli.files.jsonio import read_rows
+from grpo_cli.files.rundir import RunDir
 
 SOURCES = Path(__file__).parent.parent / "src"
 TIMES = ("time/", "rollout/tokens_per_s", "update/tokens_per_s")

@@ -16,8 +16,8 @@ from configs import make_config
 
 from grpo_cli.console import Clock, Plain, duration, fields, make_console
 from grpo_cli.errors import RunError
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.logger import Logger
-from grpo_cli.rundir import RunDir
 
 
 class FakeWandb:
@@ -218,7 +218,7 @@ def test_the_real_wandb_offline_needs_no_key_no_terminal_and_goes_on_under_its_i
 import sys
 from configs import make_config
 from grpo_cli.logger import Logger
-from grpo_cli.rundir import RunDir
+from grpo_cli.files.rundir import RunDir
 home = RunDir.create(sys.argv[1])
 for steps, code in (([1, 2], 1), ([3], 0)):
     home.begin(seed=0, steps=3)

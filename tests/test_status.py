@@ -13,10 +13,11 @@ from configs import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_cli import ledger, status
+from grpo_cli import status
 from grpo_cli.errors import ConfigError
-from grpo_cli.jsonio import read_rows
-from grpo_cli.rundir import RunDir
+from grpo_cli.files import ledger
+from grpo_cli.files.jsonio import read_rows
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.types import Group, Prompt
 
 

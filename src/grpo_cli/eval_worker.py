@@ -14,7 +14,8 @@ from grpo_cli.checks import check
 from grpo_cli.data import load_data
 from grpo_cli.errors import ConfigError
 from grpo_cli.evaluate import RESULT, evaluate, headline
-from grpo_cli.jsonio import write_json
+from grpo_cli.files.jsonio import write_json
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.model.network import load_causal_lm
 from grpo_cli.model.tokenizer import load_tokenizer
 from grpo_cli.process.frame import run_worker
@@ -22,7 +23,6 @@ from grpo_cli.process.ranks import start
 from grpo_cli.process.signals import stop
 from grpo_cli.reward import make_scorer
 from grpo_cli.rollout import make_rollout
-from grpo_cli.rundir import RunDir
 from grpo_cli.schema import Config
 
 

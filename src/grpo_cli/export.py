@@ -13,9 +13,9 @@ from typing import Any
 
 from grpo_cli.checkpoint import manifest
 from grpo_cli.errors import EXIT_OK, ConfigError, Finding, RunError
-from grpo_cli.jsonio import fsync_dir, write_failed, write_json
+from grpo_cli.files.jsonio import fsync_dir, write_failed, write_json
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.process.signals import stop
-from grpo_cli.rundir import RunDir
 from grpo_cli.schema import Config
 from grpo_cli.terminal import Parser
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_cli.errors import GuardStop
-from grpo_cli.groupjson import from_state, to_state
+from grpo_cli.files.groupjson import from_state, to_state
 from grpo_cli.metrics import group_metrics
 from grpo_cli.schema import Config
 from grpo_cli.schema import Filter as Settings

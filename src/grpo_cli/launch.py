@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError, RunError, signal_exit_code
+from grpo_cli.files.redact import redact
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.process.agent import FAILURES, PARENT_PID
 from grpo_cli.process.rankfile import ENV, Exit, RankFiles, is_running
 from grpo_cli.process.signals import HANDLED, SAME_REQUEST_S
 from grpo_cli.process.watchdog import Watchdog
-from grpo_cli.redact import redact
-from grpo_cli.rundir import RunDir
 
 _PREFIX = "grpo-ranks-"
 _POLL_S = 0.1

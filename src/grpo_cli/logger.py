@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_cli.console import Console, Silent, make_console
 from grpo_cli.errors import RunError
-from grpo_cli.rundir import RunDir
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.schema import Config
 
 Metrics = Mapping[str, float | int | None]

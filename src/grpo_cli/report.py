@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.errors import EXIT_OK, ConfigError, Finding
-from grpo_cli.jsonio import read_rows, write_lines
-from grpo_cli.redact import redact
-from grpo_cli.rundir import RunDir
+from grpo_cli.files.jsonio import read_rows, write_lines
+from grpo_cli.files.redact import redact
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.terminal import Parser
 
 TOPICS = (

@@ -9,9 +9,9 @@ from typing import Any
 
 from grpo_cli.checkpoint import manifest
 from grpo_cli.errors import EXIT_FAILED, EXIT_OK, ConfigError, Finding
-from grpo_cli.jsonio import read_rows
-from grpo_cli.ledger import TRAINED, add_up
-from grpo_cli.rundir import RunDir
+from grpo_cli.files.jsonio import read_rows
+from grpo_cli.files.ledger import TRAINED, add_up
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.terminal import Parser, one_line
 
 LOST = "It ended without a word: killed, or the machine went down. The same command again resumes it."

@@ -19,9 +19,9 @@ from typing import Any
 
 from grpo_cli.compose import Loaded, load
 from grpo_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError, GuardStop, RunError, exit_code_of
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.options import conf_dir, read_groups
 from grpo_cli.overrides import jobs
-from grpo_cli.rundir import RunDir
 from grpo_cli.terminal import one_line, show
 from grpo_cli.train import run
 

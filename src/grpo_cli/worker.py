@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, NoReturn
 
-from grpo_cli import advantage, evaluate, export, ledger
+from grpo_cli import advantage, evaluate, export
 from grpo_cli.batch import pack, write_back
 from grpo_cli.checkpoint import store as checkpoint
 from grpo_cli.checks import check
 from grpo_cli.data import Data, load_data
 from grpo_cli.errors import EXIT_OK, ConfigError, SignalStop, exit_code_of
+from grpo_cli.files import ledger
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.filter import Filter, make_filter
 from grpo_cli.logger import Logger
 from grpo_cli.model.tokenizer import load_tokenizer
@@ -25,7 +27,6 @@ from grpo_cli.process.signals import Interrupted, stop
 from grpo_cli.reward import make_scorer
 from grpo_cli.reward.scorer import Scorer
 from grpo_cli.rollout import Rollout, make_rollout
-from grpo_cli.rundir import RunDir
 from grpo_cli.schema import Config
 from grpo_cli.source import GroupSource, StepGroups, make_source
 from grpo_cli.trainer.policy import Policy

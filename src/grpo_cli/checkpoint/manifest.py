@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.jsonio import read_json
+from grpo_cli.files.jsonio import read_json
 
 NAME = "manifest.json"
 STATE = "state.json"

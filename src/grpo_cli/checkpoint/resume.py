@@ -9,8 +9,8 @@ from typing import Any
 from grpo_cli.checkpoint import manifest
 from grpo_cli.checks.overrides import write
 from grpo_cli.errors import Finding, RunError
-from grpo_cli.jsonio import read_json
-from grpo_cli.rundir import RunDir
+from grpo_cli.files.jsonio import read_json
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.schema import Config
 
 AUTO, NEVER = "auto", "never"

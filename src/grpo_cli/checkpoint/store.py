@@ -27,10 +27,10 @@ from grpo_cli.checkpoint.resume import AUTO, NEVER
 from grpo_cli.checkpoint.tensorfile import TensorWriter
 from grpo_cli.checkpoint.zerostate import MOMENTS, WEIGHT, ZeroState
 from grpo_cli.errors import ConfigError, Finding, RunError
-from grpo_cli.jsonio import fsync_dir, read_json, write_failed, write_json, write_lines
+from grpo_cli.files.jsonio import fsync_dir, read_json, write_failed, write_json, write_lines
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.process.ranks import Ranks
 from grpo_cli.process.signals import stop
-from grpo_cli.rundir import RunDir
 from grpo_cli.schema import Config
 
 LEDGER = "ledger.jsonl"

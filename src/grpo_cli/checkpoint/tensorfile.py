@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from grpo_cli.jsonio import write_failed
+from grpo_cli.files.jsonio import write_failed
 
 PIECE = 2**24
 """Elements that are copied, hashed and written at a time."""

@@ -23,9 +23,9 @@ from grpo_cli.errors import (
     exit_code_of,
     signal_exit_code,
 )
+from grpo_cli.files.redact import redact
 from grpo_cli.process.rankfile import RankFile
 from grpo_cli.process.signals import Interrupted, die_with_parent, stop
-from grpo_cli.redact import redact
 
 AGENT_PID = "GRPO_AGENT_PID"
 

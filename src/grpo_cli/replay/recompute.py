@@ -14,8 +14,8 @@ from torch import Tensor
 from grpo_cli import advantage
 from grpo_cli.compose import load
 from grpo_cli.errors import EXIT_OK, ConfigError, Finding
+from grpo_cli.files.jsonio import dumps
 from grpo_cli.filter import make_filter
-from grpo_cli.jsonio import dumps
 from grpo_cli.loss import Measures, Tokens, policy_loss, prepare
 from grpo_cli.masks import trained
 from grpo_cli.metrics import group_metrics

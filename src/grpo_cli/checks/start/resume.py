@@ -7,7 +7,7 @@ import os
 from grpo_cli.checkpoint import resume
 from grpo_cli.checks.start.report import Report
 from grpo_cli.errors import RunError
-from grpo_cli.rundir import RunDir
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.schema import Config
 
 

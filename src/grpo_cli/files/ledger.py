@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_cli.rundir import RunDir
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.types import Group
 
 TRAINED = "trained"

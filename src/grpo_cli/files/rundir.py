@@ -23,9 +23,9 @@ from typing import Any
 
 from grpo_cli import __version__
 from grpo_cli.errors import ConfigError, Finding, RunError
-from grpo_cli.groupjson import to_dump
-from grpo_cli.jsonio import append_line, dumps, read_json, read_rows, write_failed, write_json, write_lines
-from grpo_cli.redact import check_no_secrets, redact
+from grpo_cli.files.groupjson import to_dump
+from grpo_cli.files.jsonio import append_line, dumps, read_json, read_rows, write_failed, write_json, write_lines
+from grpo_cli.files.redact import check_no_secrets, redact
 from grpo_cli.types import Group
 
 STATUSES = ("starting", "running", "done", "failed", "refused", "guard", "stopped", "lost")

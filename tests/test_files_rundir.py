@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_cli import jsonio
 from grpo_cli.errors import ConfigError, RunError
-from grpo_cli.groupjson import from_state, to_dump, to_state
-from grpo_cli.redact import redact
-from grpo_cli.rundir import RunDir
+from grpo_cli.files import jsonio
+from grpo_cli.files.groupjson import from_state, to_dump, to_state
+from grpo_cli.files.redact import redact
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.types import Completion, Group, Prompt
 
 
