@@ -17,7 +17,7 @@ from grpo_cli import cli
 from grpo_cli.checkpoint import manifest
 from grpo_cli.files.rundir import RunDir
 from grpo_cli.process.signals import stop
-from grpo_cli.source import SyncSource
+from grpo_cli.rollout.source import SyncSource
 from grpo_cli.trainer.policy import Policy
 
 TERM = """

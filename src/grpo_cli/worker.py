@@ -27,8 +27,8 @@ from grpo_cli.process.signals import Interrupted, stop
 from grpo_cli.reward import make_scorer
 from grpo_cli.reward.scorer import Scorer
 from grpo_cli.rollout import Rollout, make_rollout
+from grpo_cli.rollout.source import GroupSource, StepGroups, make_source
 from grpo_cli.schema import Config
-from grpo_cli.source import GroupSource, StepGroups, make_source
 from grpo_cli.trainer.policy import Policy
 
 

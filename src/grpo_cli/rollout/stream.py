@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from grpo_cli.errors import ConfigError, GuardStop, RunError
 from grpo_cli.metrics import group_metrics
 from grpo_cli.process.signals import Interrupted
+from grpo_cli.rollout.source import StepGroups, add_to
 from grpo_cli.schema import Config
-from grpo_cli.source import StepGroups, add_to
 from grpo_cli.stats import mean
 from grpo_cli.types import Completion, Group, Prompt
 

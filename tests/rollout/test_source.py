@@ -10,7 +10,7 @@ from configs import make_config
 
 from grpo_cli.advantage import assign
 from grpo_cli.process.signals import Interrupted
-from grpo_cli.source import SyncSource
+from grpo_cli.rollout.source import SyncSource
 from grpo_cli.types import Completion, Group, Prompt
 
 
