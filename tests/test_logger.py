@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from configs import make_config
 
-from grpo_cli.console import Clock, Plain, duration, fields, make_console
 from grpo_cli.errors import RunError
 from grpo_cli.files.rundir import RunDir
 from grpo_cli.logger import Logger
+from grpo_cli.terminal.console import Clock, Plain, duration, fields, make_console
 
 
 class FakeWandb:

@@ -19,7 +19,7 @@ from grpo_cli.errors import (
     signal_exit_code,
 )
 from grpo_cli.options import nearest
-from grpo_cli.terminal import one_line, show
+from grpo_cli.terminal.parser import one_line, show
 
 COMMANDS = {
     "train": "grpo_cli.train",
@@ -31,7 +31,7 @@ COMMANDS = {
     "doctor": "grpo_cli.doctor",
     "export": "grpo_cli.export",
     "status": "grpo_cli.status",
-    "completion": "grpo_cli.completion",
+    "completion": "grpo_cli.terminal.completion",
 }
 """Command -> the module whose `main(arguments) -> exit code` does it; imported only when asked for."""
 
@@ -68,7 +68,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"grpo {__version__}")
         return EXIT_OK
     if command in ("", "-h", "--help", "help"):
-        from grpo_cli.usage import overview
+        from grpo_cli.terminal.usage import overview
 
         print(overview(), file=sys.stdout if command else sys.stderr)
         return EXIT_OK if command else EXIT_USAGE

@@ -18,8 +18,8 @@ from grpo_cli.compose import load
 from grpo_cli.doctor_run import ProbeError, probe
 from grpo_cli.errors import EXIT_FAILED, EXIT_OK
 from grpo_cli.schema import Config, VllmServerRollout
-from grpo_cli.terminal import Parser, one_line, show
-from grpo_cli.usage import composition
+from grpo_cli.terminal.parser import Parser, one_line, show
+from grpo_cli.terminal.usage import composition
 
 Verdict = Literal["ok", "absent", "warning", "broken"]
 

@@ -44,8 +44,8 @@ class Outcome:
 def main(arguments: Sequence[str]) -> int:
     """`grpo eval`: evaluates `model.path` on the held-out problems in RUN_DIR/eval, and prints what it found."""
     from grpo_cli.compose import load  # not at the top: workers import this module, and never Hydra
-    from grpo_cli.terminal import Parser, show
-    from grpo_cli.usage import composition
+    from grpo_cli.terminal.parser import Parser, show
+    from grpo_cli.terminal.usage import composition
 
     parser = Parser("eval", "Samples a model on held-out problems: accuracy, avg@n and pass@k.", composition)
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON")

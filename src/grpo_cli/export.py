@@ -17,7 +17,7 @@ from grpo_cli.files.jsonio import fsync_dir, write_failed, write_json
 from grpo_cli.files.rundir import RunDir
 from grpo_cli.process.signals import stop
 from grpo_cli.schema import Config
-from grpo_cli.terminal import Parser
+from grpo_cli.terminal.parser import Parser
 
 SHARD_BYTES = 2**30
 """Weights are written in files of about this size; one of them is held in memory at a time."""

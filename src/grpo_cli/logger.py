@@ -7,10 +7,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_cli.console import Console, Silent, make_console
 from grpo_cli.errors import RunError
 from grpo_cli.files.rundir import RunDir
 from grpo_cli.schema import Config
+from grpo_cli.terminal.console import Console, Silent, make_console
 
 Metrics = Mapping[str, float | int | None]
 

@@ -14,9 +14,9 @@ from grpo_cli.errors import EXIT_OK, EXIT_USAGE, Finding
 from grpo_cli.memory import estimate
 from grpo_cli.passes import decide_passes
 from grpo_cli.schema import Config
-from grpo_cli.terminal import Parser, show
+from grpo_cli.terminal.parser import Parser, show
+from grpo_cli.terminal.usage import composition
 from grpo_cli.trainer.deepspeed_config import batch_numbers
-from grpo_cli.usage import composition
 
 
 def total_steps(config: Config) -> tuple[int | None, str | None]:

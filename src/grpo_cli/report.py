@@ -12,7 +12,7 @@ from grpo_cli.errors import EXIT_OK, ConfigError, Finding
 from grpo_cli.files.jsonio import read_rows, write_lines
 from grpo_cli.files.redact import redact
 from grpo_cli.files.rundir import RunDir
-from grpo_cli.terminal import Parser
+from grpo_cli.terminal.parser import Parser
 
 TOPICS = (
     ("Reward", ("reward", "rewards", "frac_reward_zero_std")),

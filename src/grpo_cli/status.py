@@ -12,7 +12,7 @@ from grpo_cli.errors import EXIT_FAILED, EXIT_OK, ConfigError, Finding
 from grpo_cli.files.jsonio import read_rows
 from grpo_cli.files.ledger import TRAINED, add_up
 from grpo_cli.files.rundir import RunDir
-from grpo_cli.terminal import Parser, one_line
+from grpo_cli.terminal.parser import Parser, one_line
 
 LOST = "It ended without a word: killed, or the machine went down. The same command again resumes it."
 

@@ -22,7 +22,7 @@ from grpo_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError, Guard
 from grpo_cli.files.rundir import RunDir
 from grpo_cli.options import conf_dir, read_groups
 from grpo_cli.overrides import jobs
-from grpo_cli.terminal import one_line, show
+from grpo_cli.terminal.parser import one_line, show
 from grpo_cli.train import run
 
 _SIGNALS_TO_THE_SWEEP = (129, 130, 143)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from grpo_cli.compose import Loaded, load
 from grpo_cli.errors import ConfigError
-from grpo_cli.terminal import Parser, show
-from grpo_cli.usage import composition
+from grpo_cli.terminal.parser import Parser, show
+from grpo_cli.terminal.usage import composition
 
 
 def main(arguments: Sequence[str]) -> int:

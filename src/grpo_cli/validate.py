@@ -10,8 +10,8 @@ from grpo_cli import checks
 from grpo_cli.compose import load
 from grpo_cli.errors import EXIT_OK, EXIT_USAGE, Finding
 from grpo_cli.plan import derive, summary
-from grpo_cli.terminal import Parser, show
-from grpo_cli.usage import composition
+from grpo_cli.terminal.parser import Parser, show
+from grpo_cli.terminal.usage import composition
 
 
 def main(arguments: Sequence[str]) -> int:

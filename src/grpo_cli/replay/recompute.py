@@ -24,9 +24,9 @@ from grpo_cli.passes import decide_passes
 from grpo_cli.replay.dump import FIX, RULE, Row, parse_groups, raise_findings, read_file, term_names
 from grpo_cli.schema import Config
 from grpo_cli.shaping import shape
-from grpo_cli.terminal import Parser, show
+from grpo_cli.terminal.parser import Parser, show
+from grpo_cli.terminal.usage import composition
 from grpo_cli.types import Completion, Group
-from grpo_cli.usage import composition
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import yaml
 
 from grpo_cli.errors import EXIT_OK
 from grpo_cli.options import Groups, conf_dir, find_option, read_groups
-from grpo_cli.terminal import Parser
+from grpo_cli.terminal.parser import Parser
 
 _BASH = r"""
 _grpo_completion() {

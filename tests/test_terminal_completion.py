@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_cli import cli, completion
+from grpo_cli import cli
 from grpo_cli.cli import COMMANDS
-from grpo_cli.completion import candidates
+from grpo_cli.terminal import completion
+from grpo_cli.terminal.completion import candidates
 
-SOURCE = str(Path(completion.__file__).resolve().parents[1])
+SOURCE = str(Path(completion.__file__).resolve().parents[2])
 
 
 @pytest.mark.parametrize(
