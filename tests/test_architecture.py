@@ -14,22 +14,10 @@ USES = {("trainer", "loss")}
 """A stage that is told to call another one: an update is made of the loss."""
 
 LIGHT = (
-    *("errors", "types", "schema", "passes", "seeds", "compose", "checks", "plan", "cli"),
-    *(
-        "validate",
-        "train",
-        "sweep",
-        "launch",
-        "status",
-        "report",
-        "export",
-        "evaluate",
-        "completion",
-        "memory",
-        "files",
-    ),
+    *("errors", "types", "schema", "passes", "seeds", "compose", "checks", "memory", "files", "terminal"),
+    *("cli", "train", "sweep", "validate", "plan", "launch", "evaluate", "report", "doctor", "export", "status"),
 )
-"""What a command needs before it starts workers, with what lies in these packages."""
+"""What commands are made of, `grpo replay` apart, with what lies in these packages."""
 
 HEAVY = ("torch", "deepspeed", "transformers", "vllm", "wandb")
 
