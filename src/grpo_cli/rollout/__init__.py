@@ -30,7 +30,7 @@ class Rollout(Protocol):
     def sync(self, policy: Any, version: int) -> dict[str, float]:
         """Give the engine the policy's weights, reset its caches and prove that it took (`sync.check_sync`).
 
-        Returns `sync/logprob_gap_max` and `time/weight_sync` (seconds); raises GuardStop on a gap.
+        Returns `sync/logprob_gap_max`, `time/weight_sync` and `time/sync_check` (seconds); raises GuardStop on a gap.
         """
 
     def metrics(self) -> dict[str, float]:

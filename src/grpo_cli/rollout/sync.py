@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -51,10 +52,24 @@ def check_sync(
 
     With `low_precision` (one of the two computes in bfloat16) a larger gap passes where all weights are equal.
 
-    Returns `sync/logprob_gap_max`, and `sync/rounding_max` where it was measured. Raises GuardStop beyond both (a gap
-    that is not a number is), naming the families of tensors that differ, and where the policy's own logprobs are not
-    finite.
+    Returns `sync/logprob_gap_max`, `time/sync_check` (seconds), and `sync/rounding_max` where it was measured. Raises
+    GuardStop beyond both (a gap that is not a number is), naming the families of tensors that differ, and where the
+    policy's own logprobs are not finite.
     """
+    start = time.perf_counter()
+    measured = _compared(policy, ranks, score, weight_gap, tolerance, before_reading, low_precision)
+    return {**measured, "time/sync_check": time.perf_counter() - start}
+
+
+def _compared(
+    policy: Any,
+    ranks: Ranks,
+    score: Score | None,
+    weight_gap: WeightGap | None,
+    tolerance: float,
+    before_reading: Callable[[], None] | None,
+    low_precision: bool,
+) -> dict[str, float]:
     prompt_ids, completion_ids = probe_tokens(policy.tokenizer)
     trainer = policy.score(prompt_ids, completion_ids)
     engine = trainer if score is None else score(prompt_ids, completion_ids)
