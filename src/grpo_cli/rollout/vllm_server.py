@@ -14,7 +14,6 @@ from torch import Tensor
 
 from grpo_cli.errors import RunError
 from grpo_cli.process.ranks import share_of_cores
-from grpo_cli.process.signals import stop
 from grpo_cli.rollout import fingerprint
 from grpo_cli.rollout.sampling import Sampling, completion_seed, eos_token_ids
 from grpo_cli.rollout.server_auth import KEY_VARIABLE
@@ -94,7 +93,7 @@ class ServerRollout:
         """See `Rollout.generate`."""
         sampling = sampling or self._training
         requests = [request for group_id, _prompt in prompts for request in self._requests(group_id, _prompt, sampling)]
-        answers = iter(self.client.wait(self.client.generate(requests, progress=stop.requested), leave=True))
+        answers = iter(self.client.wait(self.client.generate(requests), leave=True))
         return [
             Group(
                 group_id, prompt, [self._completion(next(answers), sampling) for _ in range(sampling.n)], step, version
@@ -176,7 +175,7 @@ class ServerRollout:
             requests = [{**request, "priority": _URGENT} for request in requests]
         said = []
         for url in self.client.urls:
-            answers = self.client.wait(self.client.generate(requests, url=url))
+            answers = self.client.wait(self.client.ask(url, requests))
             said.append(scores_of(answers, len(prompt_ids), completion_ids))
         means = [sum(at) / len(said) for at in zip(*said, strict=True)]
         return max(said, key=lambda scores: logprob_gap(scores, means))
