@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from grpo_cli.errors import GuardStop
+from grpo_cli.errors import GuardStop, RunError
 from grpo_cli.process.ranks import Ranks
-from grpo_cli.rollout import make_rollout, weight_sync
+from grpo_cli.rollout import make_rollout, weight_sync, weight_transfer
 from grpo_cli.rollout.sync import logprob_gap, probe_tokens
 from tests.rollout import engines
 from tests.rollout.test_vllm_runs import AHEAD, TIMEOUT_S, rows, train
@@ -88,12 +90,37 @@ def test_a_family_that_did_not_arrive_at_a_server_is_named(server, monkeypatch):
     policy.restore(engines.Policy(device="cuda:0", dtype=torch.bfloat16).weights())
     wrong = lambda policy: ((n, t * 4 if "up_proj" in n else t) for n, t in policy.gathered_parameters())  # noqa: E731
     with monkeypatch.context() as patch:
-        patch.setattr(weight_sync, "named_copies", wrong)
+        patch.setattr(weight_sync, "named_copies", wrong)  # disk
+        patch.setattr(weight_transfer, "named_copies", wrong)  # nccl, ipc
         with pytest.raises(
             GuardStop, match=r"Weights that differ: model\.layers\.\*\.mlp\.up_proj\.weight \(by [^,]*$"
         ):
             rollout.sync(policy, 4)
     assert rollout.sync(policy, 5)["sync/logprob_gap_max"] < TOLERANCE
+
+
+@two_devices
+def test_a_server_that_dies_in_a_broadcast_ends_the_sync(tmp_path, monkeypatch):
+    torch.cuda.set_device(0)
+    policy = engines.Policy(device="cuda:0", dtype=torch.bfloat16)
+    words = ("rollout=vllm_server", "rollout.weight_sync=nccl", f"run.dir={tmp_path}", *BFLOAT16)
+    rollout = make_rollout(engines.config(*words), policy, Ranks(0, 1, 0, torch.device("cuda", 0)))
+
+    def weights(policy):
+        for number, named in enumerate(policy.gathered_parameters()):
+            if number == 1:  # the server has begun to receive
+                time.sleep(2.0)
+                os.kill(rollout._processes[0].pid, signal.SIGKILL)
+            yield named
+
+    monkeypatch.setattr(weight_transfer, "named_copies", weights)
+    began = time.monotonic()
+    try:
+        with pytest.raises(RunError, match="SIGKILL"):
+            rollout.sync(policy, 1)
+        assert time.monotonic() - began < 30.0
+    finally:
+        rollout.close()
 
 
 @pytest.mark.parametrize("sleep_level", [0, 2])

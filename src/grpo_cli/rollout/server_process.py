@@ -192,10 +192,10 @@ def authorization(key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
+def free_port(address: str = HOST) -> int:
+    """A port of one of our addresses that nobody listens on now."""
     with socket.socket() as probe:
-        probe.bind((HOST, 0))
+        probe.bind((address, 0))
         return probe.getsockname()[1]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _SHARED_DEVICE_MEMORY = 0.4
 _OWN_DEVICE_MEMORY = 0.9
+_WAKE_TIMEOUT_S = 30.0
 _URGENT = -1
 """Priority of the sync check: it must not wait behind a queue of prompts."""
 
@@ -56,6 +58,8 @@ class ServerRollout:
             if self._processes:
                 ends = [{"method": "grpo_end_with", "kwargs": {"server_pid": str(p.pid)}} for p in self._processes]
                 self.client.wait(self.client.each("/collective_rpc", ends))
+            if not self._owned and ranks.first:
+                self._wake()
             if self._owned and self._ahead and ranks.device.type == "cpu":
                 pin_beside_server()
             directory = Path(cfg.run.dir).expanduser().absolute() / "weight_sync"
@@ -110,13 +114,10 @@ class ServerRollout:
     def sync(self, policy: Any, version: int) -> dict[str, float]:
         """See `Rollout.sync`. Completions in flight are held, keep their tokens, and go on under the new weights."""
         start = time.perf_counter()
-        if self._ahead and self._ranks.first:
-            self.client.wait(self.client.everywhere("POST", "/pause", params={"mode": "keep"}))
-        self._sender.send(policy, version)
-        if self._ranks.first:
-            self._reset_caches()
-            if self._ahead:
-                self.client.wait(self.client.everywhere("POST", "/resume"))
+        with self._held():
+            self._sender.send(policy, version)
+            if self._ranks.first:
+                self._reset_caches()
         shown: dict[str, list[float]] = {}
 
         def weight_gap(name: str, tensor: Tensor) -> float | None:
@@ -143,14 +144,15 @@ class ServerRollout:
         return engine_metrics(pages)
 
     def close(self) -> None:
-        """End the servers that are the run's own."""
-        if self._client is not None:
+        """End the servers that are the run's own, whatever else fails."""
+        with contextlib.ExitStack() as ending:  # the last one named ends first
+            for process in self._processes:
+                ending.callback(process.close)
+            if self._client is not None:
+                ending.callback(self._client.close)
             if self._sender is not None:
-                with contextlib.suppress(Exception):
-                    self._sender.close()
-            self._client.close()
-        for process in self._processes:
-            process.close()
+                ending.enter_context(contextlib.suppress(Exception))
+                ending.callback(self._sender.close)
 
     # ------------------------------------------------------------------------------------------------ requests
 
@@ -179,6 +181,25 @@ class ServerRollout:
             said.append(scores_of(answers, len(prompt_ids), completion_ids))
         means = [sum(at) / len(said) for at in zip(*said, strict=True)]
         return max(said, key=lambda scores: logprob_gap(scores, means))
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Completions in flight wait meanwhile, and go on whatever happens: the server may outlive the run."""
+        if not (self._ahead and self._ranks.first):
+            yield
+            return
+        self.client.wait(self.client.everywhere("POST", "/pause", params={"mode": "keep"}))
+        try:
+            yield
+        except BaseException:
+            self._wake()
+            raise
+        self.client.wait(self.client.everywhere("POST", "/resume"))
+
+    def _wake(self) -> None:
+        """Let a server go on that a run, this one or one that was killed in its sync, has left paused."""
+        with contextlib.suppress(RunError):  # one without the route was never paused
+            self.client.wait(self.client.everywhere("POST", "/resume", timeout=_WAKE_TIMEOUT_S))
 
     def _reset_caches(self) -> None:
         """Forget what older weights computed; sequences in flight are computed again from their tokens."""

@@ -1,4 +1,4 @@
-"""The ways by which new weights reach a vLLM server: files that it reads, NCCL, or memory that it opens (CUDA IPC)."""
+"""How new weights reach a vLLM server: through files that it reads, or by vLLM's own transfer (`weight_transfer`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from grpo_cli.errors import RunError
-from grpo_cli.rollout.server_process import HOST, free_port
 from grpo_cli.rollout.vllm import named_copies
 
 if TYPE_CHECKING:
@@ -35,6 +34,8 @@ def make_sender(how: str, policy: Any, ranks: Ranks, client: Client, directory: 
     """The sender of `rollout.weight_sync` = `how`."""
     if how == "disk":
         return DiskSender(ranks, client, directory)
+    from grpo_cli.rollout.weight_transfer import TransferSender
+
     return TransferSender(how, policy, ranks, client)
 
 
@@ -92,93 +93,6 @@ def write_shards(weights: Iterator[tuple[str, Tensor]], directory: Path, shard_b
         shard[name] = tensor.detach().cpu().contiguous()
         size += tensor.nbytes
     save_file(shard, directory / f"model-{number:05d}.safetensors")
-
-
-class TransferSender:
-    """vLLM's own weight transfer: `nccl` between devices, `ipc` on the same ones."""
-
-    def __init__(self, how: str, policy: Any, ranks: Ranks, client: Client):
-        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-
-        self._ranks, self._client = ranks, client
-        self._engine = WeightTransferTrainerFactory.trainer_init(
-            _init_info(how, ranks, client), client=_control(client), source=_source(policy)
-        )
-
-    def send(self, policy: Any, version: int) -> None:
-        error = None
-        try:
-            self._engine.send_weights()
-            if self._ranks.first:
-                self._client.wait(self._client.call("grpo_finish_load"))
-        except RunError as failure:
-            error = str(failure)
-        together(self._ranks, error)
-
-    def close(self) -> None:
-        self._engine.shutdown()
-
-
-def _init_info(how: str, ranks: Ranks, client: Client) -> Any:
-    if how == "ipc":
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-        return IPCTrainerInitInfo(rank=ranks.rank, packed=True)
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-    workers = sum(_world_sizes(client)) if ranks.first else 0
-    return NCCLTrainerInitInfo(HOST, free_port(), world_size=1 + workers, rank=ranks.rank)
-
-
-def _world_sizes(client: Client) -> list[int]:
-    return [answer["world_size"] for answer in client.wait(client.everywhere("GET", "/get_world_size"))]
-
-
-def _control(client: Client) -> Any:
-    """What vLLM's trainer side asks of the servers, through our client: with the key, and to all of them."""
-    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
-
-    class Control(HTTPVLLMWeightSyncClient):
-        def __init__(self) -> None:
-            super().__init__(base_url="")
-
-        def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
-            client.wait(client.everywhere("POST", f"/{path}", json=json))
-
-        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-            client.wait(client.each("/init_weight_transfer_engine", self._infos(init_info)))
-
-        def _infos(self, init_info: dict[str, Any]) -> list[dict[str, Any]]:
-            """One for each server: its workers come after those of the servers before it."""
-            if "rank_offset" not in init_info:
-                return [{"init_info": init_info}] * len(client.urls)
-            infos, offset = [], init_info["rank_offset"]
-            for size in _world_sizes(client):
-                infos.append({"init_info": {**init_info, "rank_offset": offset}})
-                offset += size
-            return infos
-
-    return Control()
-
-
-def _source(policy: Any) -> Any:
-    """The policy's weights in the form that vLLM's trainer side reads, gathered a few at a time on all ranks."""
-    from vllm.distributed.weight_transfer import ParamMeta, WeightSource
-
-    class PolicySource(WeightSource):
-        def __init__(self) -> None:
-            self._metadata: list[ParamMeta] = []
-
-        def metadata(self) -> list[ParamMeta]:
-            if not self._metadata:
-                weights = policy.gathered_parameters()
-                self._metadata = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights]
-            return self._metadata
-
-        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-            return named_copies(policy)
-
-    return PolicySource()
 
 
 def together(ranks: Ranks, error: str | None) -> None:
