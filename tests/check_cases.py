@@ -336,4 +336,6 @@ CASES: dict[str, tuple[list[str], str]] = {
     "dataset_script_refused": ([*JSONL, "data.train=load.py"], "data.train"),
     "no_credentials_in_urls": ([*SERVER, "rollout.server_url=http://me:word@gpu7:8000"], "rollout.server_url"),
     "remote_server_needs_https": ([*SERVER, "rollout.server_url=http://gpu7.example.org"], "rollout.server_url"),
+    # Several nodes
+    "own_server_on_one_node": ([*SERVER, "trainer.nnodes=2"], "rollout.server_url"),
 }

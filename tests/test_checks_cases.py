@@ -299,3 +299,14 @@ def test_l01_scripts_are_refused():
     assert errors("data=hf", "data.train=org/set.py") == ["dataset_script_refused"]
     assert errors("data=jsonl", "data.train=load.py") == ["dataset_script_refused"]
     assert [f.rule for f in findings("model.trust_remote_code=true", severity="warning")] == ["trust_remote_code_off"]
+
+
+def test_engines_on_devices_of_their_own_are_on_one_node():
+    """They listen on loopback of the first node; an engine inside each process needs no server, on any node."""
+    devices = ["rollout=vllm", "rollout.devices=[1]", "rollout.weight_sync=disk", "rollout.sleep_level=0"]
+    [finding] = [f for f in check(config_of([*devices, "trainer.nnodes=2"]))[1] if f.rule == "own_server_on_one_node"]
+    assert finding.keys == ("rollout.devices", "trainer.nnodes")
+    assert finding.fix.startswith("rollout.devices=null rollout.weight_sync=in_process")
+    given = ["rollout=vllm_server", "rollout.server_url=http://node0:8000", "trainer.nnodes=2"]
+    for words in (devices, given, ["rollout=vllm", "trainer.nnodes=2"]):
+        assert "own_server_on_one_node" not in {f.rule for f in check(config_of(words))[1]}

@@ -213,6 +213,19 @@ def test_devices_with_accelerators(make, monkeypatch):
     assert found_by(devices.check, make("rollout=vllm_server", "rollout.weight_sync=nccl")) == []
 
 
+def test_a_server_of_the_runs_own_needs_a_device_beside_the_trainers(make, monkeypatch):
+    monkeypatch.setattr(devices, "accelerators", lambda: 4)
+    monkeypatch.setattr(devices, "lowest_capability", lambda: 9.0)
+    nccl = ("rollout=vllm_server", "rollout.weight_sync=nccl")
+    assert found_by(devices.check, make(*nccl, "trainer.nproc_per_node=3")) == []
+    full = make(*nccl, "trainer.nproc_per_node=4")
+    assert found_by(devices.check, full) == [("nccl_sync_needs_two_devices", "error", "rollout.weight_sync")]
+    fix = "trainer.nproc_per_node=3, or rollout.weight_sync=disk, or rollout.weight_sync=ipc"
+    assert fix_of(devices.check, full) == fix
+    given = make(*nccl, "trainer.nproc_per_node=4", "rollout.server_url=http://localhost:8000")
+    assert found_by(devices.check, given) == []
+
+
 def test_engine_installed(make, monkeypatch):
     monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
     assert found_by(engine.check, make()) == []

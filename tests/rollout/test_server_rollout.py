@@ -8,6 +8,7 @@ import pytest
 
 from grpo_cli.errors import RunError
 from grpo_cli.rollout import make_rollout
+from grpo_cli.rollout.vllm_server import device_teams
 from tests.rollout import engines
 from tests.rollout.scripted_server import ScriptedServer
 
@@ -49,3 +50,12 @@ def test_what_fails_in_closing_keeps_no_server_alive(started, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             rollout.close()
     assert sorted(ended) == [0, 1]
+
+
+def test_servers_for_nccl_never_share_the_trainers_devices():
+    cfg = engines.config("rollout=vllm_server", "rollout.weight_sync=nccl", "trainer.nproc_per_node=2")
+    assert [devices for devices, _ in device_teams(cfg, 4)] == [[2], [3]]
+    with pytest.raises(RunError, match=r"beside the trainer's 2; 2 are visible"):
+        device_teams(cfg, 2)
+    shared = engines.config("rollout=vllm_server", "rollout.weight_sync=disk", "trainer.nproc_per_node=2")
+    assert [devices for devices, _ in device_teams(shared, 2)] == [[0], [1]]

@@ -1,8 +1,33 @@
-"""Rules that the list of config rules does not have: of single commands, and of packages that are optional."""
+"""Rules that the list of config rules does not have: of several nodes, single commands, and optional packages."""
 
 from __future__ import annotations
 
-from grpo_cli.checks.engine import declare
+from grpo_cli.checks.engine import Changes, Found, View, broken, declare, error, gt, state
+from grpo_cli.checks.engines import back_on_trainer_devices, own_devices
+
+
+@error("trainer.nnodes", "rollout.server_url", "rollout.devices", "rollout.name")
+def own_server_on_one_node(c: View) -> Found:
+    """A server that the run starts listens on loopback, on the first node. Ranks of the other nodes would ask their own
+    node for completions, where there is none."""
+    if not gt(c.trainer.nnodes, 1):
+        return
+    message = f"{state(c, 'trainer.nnodes')}: the server that the run starts is reached on the first node alone"
+    if c.rollout.name == "vllm_server" and c.rollout.server_url is None:
+        yield broken(
+            f"{message} ({state(c, 'rollout.server_url')}).",
+            Changes({"rollout.server_url": "http://HOST:8000"}, "a server that all nodes reach"),
+            {"trainer.nnodes": 1},
+            keys=("rollout.server_url", "trainer.nnodes"),
+        )
+    elif own_devices(c):
+        yield broken(
+            f"{message} ({state(c, 'rollout.devices')}).",
+            back_on_trainer_devices(c),
+            {"trainer.nnodes": 1},
+            keys=("rollout.devices", "trainer.nnodes"),
+        )
+
 
 declare(
     "nodes_have_a_meeting_point", "error", "beyond", "start", "trainer.rdzv_endpoint", "trainer.nnodes",

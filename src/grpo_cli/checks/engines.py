@@ -190,8 +190,9 @@ declare(
 )  # fmt: skip
 declare(
     "nccl_sync_needs_two_devices", "error", "engines", "start", "rollout.weight_sync", "rollout.server_url",
-    why="""rollout.weight_sync=nccl with a server on this host, and fewer than two accelerators are visible. Trainer
-    and server would share the one device; NCCL hangs. Set rollout.weight_sync=disk.""",
+    why="""rollout.weight_sync=nccl with a server on this host, and no accelerator is left for it: fewer than two are
+    visible, or trainer.nproc_per_node takes all of them and the server is the run's own. Trainer and server would share
+    a device; NCCL hangs. Set rollout.weight_sync=disk, or ipc.""",
 )  # fmt: skip
 declare(
     "sleep_needs_an_accelerator", "error", "engines", "start", "rollout.sleep_level",

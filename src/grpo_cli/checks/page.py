@@ -21,7 +21,7 @@ TITLES = {
     "engines": "Engines and weight sync",
     "logging": "Logging and run directory",
     "security": "Security",
-    "beyond": "Single commands and optional packages",
+    "beyond": "Several nodes, single commands and optional packages",
 }
 
 HEAD = """# Rules of `grpo validate`

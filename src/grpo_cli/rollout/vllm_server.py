@@ -259,7 +259,8 @@ def own_servers(cfg: Config, ranks: Ranks) -> list[ServerProcess]:
 def device_teams(cfg: Config, visible: int) -> list[tuple[list[int] | None, dict[str, Any]]]:
     """(devices of one server, its arguments): those of `rollout.devices`, or those that the trainer leaves free.
 
-    With nothing left, or with `ipc`, which needs the same device on both sides, the servers share the trainer's.
+    With nothing left, or with `ipc`, which needs the same device on both sides, the servers share the trainer's; with
+    `nccl`, which needs another one, nothing left is a RunError.
     """
     if isinstance(cfg.rollout, VllmRollout):
         assert cfg.rollout.devices is not None
@@ -268,6 +269,11 @@ def device_teams(cfg: Config, visible: int) -> list[tuple[list[int] | None, dict
         return [(devices[start : start + size], more) for start in range(0, len(devices), size)]
     trainers = cfg.trainer.nproc_per_node
     free = [] if cfg.rollout.weight_sync == "ipc" else list(range(trainers, visible))
+    if cfg.rollout.weight_sync == "nccl" and not free:
+        raise RunError(
+            f"rollout.weight_sync=nccl needs a device for the server beside the trainer's {trainers}; {visible} are "
+            "visible. Use rollout.weight_sync=disk or ipc, or a lower trainer.nproc_per_node."
+        )
     memory = _OWN_DEVICE_MEMORY if free else _SHARED_DEVICE_MEMORY
     return [([device], {"gpu_memory_utilization": memory}) for device in free or range(min(trainers, visible))]
 

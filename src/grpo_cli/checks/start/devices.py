@@ -107,12 +107,21 @@ def _two_devices(cfg: Config, visible: int, report: Report) -> None:
     """NCCL between the trainer and a server on this host needs a device for each."""
     from grpo_cli.checks.quantities import LOCAL_HOSTS, split_url
 
-    if not isinstance(cfg.rollout, VllmServerRollout) or cfg.rollout.weight_sync != "nccl" or visible >= 2:
+    if not isinstance(cfg.rollout, VllmServerRollout) or cfg.rollout.weight_sync != "nccl":
         return
     parts = split_url(cfg.rollout.server_url) if cfg.rollout.server_url else None
-    if cfg.rollout.server_url is None or (parts is not None and parts.hostname in LOCAL_HOSTS):
+    # A server of the user's own may be on devices that are not shown here.
+    trainers = cfg.trainer.nproc_per_node if cfg.rollout.server_url is None else 1
+    here = parts is None or parts.hostname in LOCAL_HOSTS
+    if here and visible <= trainers:
+        fixes: list[dict[str, object]] = [{"rollout.weight_sync": "disk"}]
+        if visible >= 1:
+            fixes.append({"rollout.weight_sync": "ipc"})
+        if visible >= 2:
+            fixes.insert(0, {"trainer.nproc_per_node": visible - 1})
         report.add(
             "nccl_sync_needs_two_devices",
-            f"rollout.weight_sync=nccl needs an accelerator for the trainer and one for the server; {visible} visible.",
-            {"rollout.weight_sync": "disk"},
+            f"rollout.weight_sync=nccl needs accelerators for the trainer (trainer.nproc_per_node={trainers}) and one "
+            f"for the server; {visible} visible.",
+            *fixes,
         )
