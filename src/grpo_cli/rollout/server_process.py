@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -40,10 +39,10 @@ class ServerProcess:
         cores: list[int] | None,
         devices: list[int] | None,
         log: Path,
+        key: str,
         trusted: bool = False,
-        key: str | None = None,
     ):
-        """Nothing runs before `start`.
+        """Nothing runs before `spawn`; `start_all` also waits.
 
         Args:
             options: vLLM's engine and server arguments by their Python names.
@@ -51,32 +50,16 @@ class ServerProcess:
             devices: the accelerators it may see, by our own numbers; None is none.
             log: where its output goes.
             trusted: it may unpickle what comes with the key (memory handles of `ipc` are sent so).
-            key: what requests must show; None makes a new one.
+            key: what requests must show.
         """
-        self.key = key or secrets.token_urlsafe(32)
+        self.key = key
         self.log = log
         self._trusted = trusted
         self._options, self._cores, self._devices = dict(options), cores, devices
         self._process: subprocess.Popen[bytes] | None = None
         self._group: int | None = None
+        self._tries, self._deadline = 0, 0.0
         self.url = ""
-
-    def start(self) -> None:
-        """Start the server and wait until it answers; a port that somebody took meanwhile is exchanged for another.
-
-        Raises RunError with the end of its log when it does not come up.
-        """
-        for attempt in range(PORT_TRIES):
-            port = free_port()
-            self._spawn(port)
-            try:
-                self._wait()
-                return
-            except RunError:
-                taken = "address already in use" in self._log_end(40).lower()
-                self.close()
-                if not taken or attempt == PORT_TRIES - 1:
-                    raise
 
     @property
     def pid(self) -> int:
@@ -84,8 +67,12 @@ class ServerProcess:
         assert self._process is not None
         return self._process.pid
 
-    def _spawn(self, port: int) -> None:
+    def spawn(self) -> None:
+        """Start the process, on a port that is free now."""
+        port = free_port()
         self.url = f"http://{HOST}:{port}"
+        self._tries += 1
+        self._deadline = time.monotonic() + START_TIMEOUT_S
         options = {**self._options, "host": HOST, "port": port, "middleware": server_auth.CLASS_PATH}
         cores = "-" if self._cores is None else ",".join(map(str, self._cores))
         command = [sys.executable, "-m", "grpo_cli.rollout.server_main", str(os.getpid()), cores, *flags(options)]
@@ -128,17 +115,21 @@ class ServerProcess:
             defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "PASSIVE"}
         return {**defaults, **inherited, **own}
 
-    def _wait(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        with httpx.Client(headers=authorization(self.key), timeout=2.0, trust_env=False) as client:
-            while time.monotonic() < deadline:
-                self.check()
-                stop.check()
-                with contextlib.suppress(httpx.TransportError):
-                    if client.get(f"{self.url}/health").status_code == httpx.codes.OK:
-                        return
-                time.sleep(0.2)
-        raise RunError(f"The vLLM server did not answer within {START_TIMEOUT_S:g} s. {self._explain()}")
+    def ready(self, http: httpx.Client) -> bool:
+        """Whether it answers by now; one whose port somebody took meanwhile is started again with another."""
+        try:
+            self.check()
+        except RunError:
+            if self._tries == PORT_TRIES or "address already in use" not in self._log_end(40).lower():
+                raise
+            self.close()
+            self.spawn()
+            return False
+        if time.monotonic() > self._deadline:
+            raise RunError(f"The vLLM server did not answer within {START_TIMEOUT_S:g} s. {self._explain()}")
+        with contextlib.suppress(httpx.TransportError):
+            return http.get(f"{self.url}/health", headers=authorization(self.key)).status_code == httpx.codes.OK
+        return False
 
     def check(self) -> None:
         """Raise RunError when the server has ended, or one of its processes is stopped."""
@@ -185,6 +176,21 @@ class ServerProcess:
                 text = file.read().decode("utf-8", errors="replace")
             return "\n".join(text.splitlines()[-lines:])
         return ""
+
+
+def start_all(servers: Sequence[ServerProcess]) -> None:
+    """Start servers side by side, and wait until each of them answers.
+
+    Raises RunError as soon as one cannot come up, with the end of its log. By this one thread: the kernel ends what a
+    thread started with that thread.
+    """
+    for server in servers:
+        server.spawn()
+    waiting = list(servers)
+    with httpx.Client(timeout=2.0, trust_env=False) as http:
+        while waiting := [server for server in waiting if not server.ready(http)]:
+            stop.check()
+            time.sleep(0.2)
 
 
 def authorization(key: str | None) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from grpo_cli.rollout import fingerprint
 from grpo_cli.rollout.sampling import Sampling, completion_seed, eos_token_ids
 from grpo_cli.rollout.server_auth import KEY_VARIABLE
 from grpo_cli.rollout.server_client import Client
-from grpo_cli.rollout.server_process import ServerProcess
+from grpo_cli.rollout.server_process import ServerProcess, start_all
 from grpo_cli.rollout.sync import check_sync, logprob_gap
 from grpo_cli.rollout.vllm_requests import engine_options, make_completion, sampling_params, scoring_requests
 from grpo_cli.rollout.weight_sync import make_sender
@@ -55,9 +56,6 @@ class ServerRollout:
         try:
             urls, key, self._owned = self._servers()
             self._client = Client(urls, key, self._processes)
-            if self._processes:
-                ends = [{"method": "grpo_end_with", "kwargs": {"server_pid": str(p.pid)}} for p in self._processes]
-                self.client.wait(self.client.each("/collective_rpc", ends))
             if not self._owned and ranks.first:
                 self._wake()
             if self._owned and self._ahead and ranks.device.type == "cpu":
@@ -235,20 +233,21 @@ def own_servers(cfg: Config, ranks: Ranks) -> list[ServerProcess]:
         placed: list[tuple[list[int] | None, dict[str, Any]]] = [(None, {})]
     else:
         placed = [*device_teams(cfg, torch.cuda.device_count())]
-    log = Path(cfg.run.dir).expanduser().absolute() / "vllm_server.log"
-    processes: list[ServerProcess] = []
+    directory = Path(cfg.run.dir).expanduser().absolute()
+    key = secrets.token_urlsafe(32)
+    processes = [
+        ServerProcess(
+            {**options, **more},
+            cores=server_cores(cfg) if on_cpu else None,
+            devices=devices,
+            log=directory / (f"vllm_server_{number}.log" if len(placed) > 1 else "vllm_server.log"),
+            trusted=cfg.rollout.weight_sync == "ipc",
+            key=key,
+        )
+        for number, (devices, more) in enumerate(placed)
+    ]
     try:
-        for devices, more in placed:
-            process = ServerProcess(
-                {**options, **more},
-                cores=server_cores(cfg) if on_cpu else None,
-                devices=devices,
-                log=log,
-                trusted=cfg.rollout.weight_sync == "ipc",
-                key=processes[0].key if processes else None,
-            )
-            processes.append(process)
-            process.start()
+        start_all(processes)
     except BaseException:
         for process in processes:
             process.close()

@@ -5,14 +5,9 @@ Everything here runs in the engine's process. Nothing takes an object from outsi
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -23,10 +18,6 @@ CLASS_PATH = "grpo_cli.rollout.vllm_worker_extension.SyncExtension"
 
 class SyncExtension:
     """Methods for `collective_rpc`; `self` is the vLLM worker."""
-
-    def grpo_end_with(self, server_pid: str) -> None:
-        """From now on the engine ends with the server's process, which leaves it behind when it is killed."""
-        threading.Thread(target=end_group_with, args=(int(server_pid),), daemon=True).start()
 
     def grpo_load(self, path: str) -> None:
         """Take over the safetensors files of a directory."""
@@ -45,17 +36,6 @@ class SyncExtension:
             return {}  # a shard has another fingerprint than the whole
         with torch.inference_mode():
             return dict(fingerprints(_model(self)))
-
-
-def end_group_with(leader_pid: int) -> None:
-    """Wait until the leader of our process group is gone, then kill the group: ourselves and what belongs to us."""
-    group = os.getpgrp()
-    if leader_pid != group:
-        return  # somebody else's server: not ours to end
-    leader = psutil.Process(leader_pid)
-    while leader.is_running() and leader.status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.5)
-    os.killpg(group, signal.SIGKILL)
 
 
 def _model(worker: Any) -> nn.Module:
