@@ -6,15 +6,34 @@ import os
 import subprocess
 import sys
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 
 from grpo_cli import evaluate as module
+from grpo_cli.eval_worker import bring_weights
 from grpo_cli.evaluate import Outcome, due, evaluate, headline, measures, pass_at_k
 from grpo_cli.process.signals import Interrupted
 from grpo_cli.rollout.sampling import Sampling
 from grpo_cli.types import Completion, Group, Prompt
 from tests.configs import make_config
+
+
+@pytest.mark.parametrize(
+    ("words", "times"),
+    [
+        (["rollout=vllm_server", "rollout.server_url=http://localhost:8000"], 1),
+        (["rollout=vllm_server"], 0),  # its engine has loaded model.path itself
+        (["rollout=hf"], 0),
+    ],
+)
+def test_a_server_that_was_there_already_is_sent_the_model(words, times):
+    """It holds whatever the last run sent it; its name says nothing about that."""
+    sent = []
+    rollout = SimpleNamespace(sync=lambda policy, version: sent.append((policy, version)))
+    policy = SimpleNamespace(version=0)
+    bring_weights(config(*words), policy, rollout)
+    assert sent == [(policy, 0)] * times
 
 
 def config(*overrides: str):

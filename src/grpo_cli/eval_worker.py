@@ -22,8 +22,8 @@ from grpo_cli.process.frame import run_worker
 from grpo_cli.process.ranks import start
 from grpo_cli.process.signals import stop
 from grpo_cli.reward import make_scorer
-from grpo_cli.rollout import make_rollout
-from grpo_cli.schema import Config
+from grpo_cli.rollout import Rollout, make_rollout
+from grpo_cli.schema import Config, VllmServerRollout
 
 
 class FrozenPolicy:
@@ -34,6 +34,7 @@ class FrozenPolicy:
         self.module: Any = load_causal_lm(cfg.model).to(device).eval()
         self.device = device
         self.version = 0
+        self._temperature = cfg.rollout.temperature or 1.0
 
     @contextmanager
     def generation(self) -> Iterator[Any]:
@@ -41,7 +42,15 @@ class FrozenPolicy:
             yield self.module
 
     def gathered_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.module.named_parameters()
+        yield from ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
+
+    @torch.no_grad()
+    def score(self, prompt_ids: list[int], completion_ids: list[int]) -> list[float]:
+        """Logprobs of `completion_ids` behind `prompt_ids`, at the rollout temperature."""
+        ids = torch.tensor([prompt_ids + completion_ids], device=self.device)
+        logits_TV = self.module(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1].float()
+        logprobs_TV = (logits_TV / self._temperature).log_softmax(-1)
+        return logprobs_TV.gather(1, ids[0, len(prompt_ids) :, None]).squeeze(1).tolist()
 
 
 def main() -> NoReturn:
@@ -64,10 +73,17 @@ def work(directory: RunDir) -> str:
         ending.callback(scorer.close)
         rollout = make_rollout(cfg, policy, ranks)
         ending.callback(rollout.close)
+        bring_weights(cfg, policy, rollout)
         metrics = evaluate(cfg, data.eval_prompts(cfg.eval.limit), rollout, scorer, ranks, step=0, version=0)
     if ranks.first:
         write_json(directory.path / RESULT, metrics)
     return headline(cfg, metrics)
+
+
+def bring_weights(cfg: Config, policy: FrozenPolicy, rollout: Rollout) -> None:
+    """Send `model.path` to a server that was there already, and prove it: it holds whatever it was last sent."""
+    if isinstance(cfg.rollout, VllmServerRollout) and cfg.rollout.server_url is not None:
+        rollout.sync(policy, policy.version)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import signal
 
 import pytest
 import torch
 
 from grpo_cli.errors import GuardStop
+from grpo_cli.process.signals import Interrupted, stop
 from grpo_cli.rollout import make_rollout, vllm
 from grpo_cli.rollout.sampling import Sampling
 from tests.rollout import engines
@@ -35,6 +37,17 @@ def engine(trained):
     yield policy, rollout
     policy.restore(weights)
     rollout.sync(policy, 0)
+
+
+def test_a_signal_ends_a_generation_and_waits_for_a_sync(engine, monkeypatch):
+    """After the sync there is a state to save; in the middle of it the other ranks would wait for this one."""
+    policy, rollout = engine
+    with monkeypatch.context() as patch:
+        patch.setattr(stop, "_signum", signal.SIGTERM)
+        assert rollout.sync(policy, 1)["sync/logprob_gap_max"] < 1e-4
+        with pytest.raises(Interrupted):
+            rollout.generate(engines.prompts(policy, "Hi"), 1, 1)
+    assert rollout.generate(engines.prompts(policy, "Hi"), 1, 1)
 
 
 def test_groups_come_back_in_order_with_everything_set(engine):

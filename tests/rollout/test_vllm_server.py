@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from grpo_cli.errors import GuardStop, RunError
+from grpo_cli.eval_worker import FrozenPolicy, bring_weights
 from grpo_cli.rollout import make_rollout, server_process, vllm_server, weight_sync
 from grpo_cli.rollout.server_client import Client
 from grpo_cli.rollout.vllm_requests import sampling_params
@@ -110,6 +111,26 @@ def test_sync_through_files_brings_new_weights_and_leaves_no_file(server):
     assert metrics["sync/logprob_gap_max"] < 1e-4
     assert engines.largest_gap(policy, rollout.generate(asked, 2, 1)) < 1e-4
     assert list(rollout._sender._directory.glob("*")) == []
+
+
+def test_an_evaluation_brings_its_model_to_a_server_that_holds_another(server, tmp_path, monkeypatch):
+    policy, rollout = server
+    asked = engines.prompts(policy, "What is 1 + 2?")
+    policy.move(0.05)
+    rollout.sync(policy, 1)
+    monkeypatch.setenv("GRPO_SERVER_KEY", rollout._processes[0].key)
+    words = ("rollout=vllm_server", f"rollout.server_url={rollout.client.urls[0]}", "rollout.temperature=0.7")
+    cfg = engines.config(*words, f"run.dir={tmp_path}")
+    frozen = FrozenPolicy(cfg, policy.device)
+    given = make_rollout(cfg, frozen, engines.RANKS)
+    try:
+        bring_weights(cfg, frozen, given)
+        groups = given.generate(asked, 1, 0)
+    finally:
+        given.close()
+    assert engines.largest_gap(policy, groups) > 0.01
+    assert engines.largest_gap(engines.Policy(temperature=0.7), groups) < 1e-4
+    assert rollout.generate(asked, 1, 0)  # it is not ours to end
 
 
 def test_a_family_that_did_not_arrive_is_named(server, monkeypatch):

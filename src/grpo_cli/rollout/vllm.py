@@ -8,15 +8,17 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from grpo_cli.errors import RunError
 from grpo_cli.model.weights import is_sharded
-from grpo_cli.process.signals import stop
+from grpo_cli.process.signals import Interrupted, stop
 from grpo_cli.rollout import fingerprint
 from grpo_cli.rollout.sampling import Sampling, completion_seed, eos_token_ids
 from grpo_cli.rollout.sync import check_sync
@@ -28,6 +30,9 @@ from grpo_cli.types import Group, Prompt
 if TYPE_CHECKING:
     from grpo_cli.process.ranks import Ranks
     from grpo_cli.rollout import Rollout
+
+_AGREE_EVERY = 16
+"""Engine steps, about one token of every sequence each, between two looks of a team at whether one was told to stop."""
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 LAUNCHER_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_")
@@ -54,6 +59,7 @@ class VllmRollout:
         self._on_cpu = ranks.device.type == "cpu"
         self._sleep_level = cfg.rollout.sleep_level or 0
         self._team = cfg.rollout.tensor_parallel_size
+        self._team_group = team_group(ranks, self._team)
         self._asleep = self._discarded = False
         self._asked = 0
         self._llm: Any = _start(cfg, ranks, self._sleep_level)
@@ -72,7 +78,7 @@ class VllmRollout:
             for group_id, prompt in asked
             for index in range(sampling.n)
         ]
-        outputs = iter(self._ask(requests))
+        outputs = iter(self._ask(requests, leave=True))
         groups = {}
         for group_id, prompt in asked:
             completions = [self._completion(next(outputs), sampling) for _ in range(sampling.n)]
@@ -124,8 +130,8 @@ class VllmRollout:
         shares = self._ranks.gather(prompts)[first : first + self._team]
         return [prompt for share in shares for prompt in share]
 
-    def _ask(self, requests: list[tuple[list[int], dict[str, Any]]]) -> list[Any]:
-        """vLLM's outputs, one `RequestOutput` a request, in their order."""
+    def _ask(self, requests: list[tuple[list[int], dict[str, Any]]], leave: bool = False) -> list[Any]:
+        """vLLM's outputs, one `RequestOutput` a request, in their order. With `leave` a signal raises Interrupted."""
         if not requests:
             return []
         from vllm import SamplingParams, TokensPrompt
@@ -142,10 +148,12 @@ class VllmRollout:
                     engine.add_request(
                         str(number), prompt, SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
                     )
-                while engine.has_unfinished_requests():
+                for step in count(1):
+                    if not engine.has_unfinished_requests():
+                        break
                     outputs.update((int(output.request_id), output) for output in engine.step() if output.finished)
-                    if self._team == 1:  # a team steps together, or not at all
-                        stop.check()
+                    if told_to_stop(step, self._team_group) and leave:
+                        raise Interrupted
             except BaseException:
                 engine.abort_request([str(number) for number in range(first, self._asked)])
                 raise
@@ -196,6 +204,26 @@ class VllmRollout:
         self._llm.sleep(level=self._sleep_level)
         self._asleep, self._discarded = True, self._sleep_level == 2
         torch.cuda.empty_cache()
+
+
+def team_group(ranks: Ranks, size: int) -> Any:
+    """The process group of the `size` neighbouring ranks that share this rank's engine; None where it has its own."""
+    if size == 1:
+        return None
+    groups = [dist.new_group(range(first, first + size), backend="gloo") for first in range(0, ranks.world, size)]
+    return groups[ranks.rank // size]  # every rank takes part in making each of them
+
+
+def told_to_stop(step: int, team: Any) -> bool:
+    """Whether a signal has come. A team steps together: its ranks agree, at every few steps of their engine."""
+    told = stop.requested()
+    if team is None:
+        return told
+    if step % _AGREE_EVERY:
+        return False
+    anyone = torch.tensor(int(told))
+    dist.all_reduce(anyone, op=dist.ReduceOp.MAX, group=team)
+    return bool(anyone)
 
 
 def named_copies(policy: Any) -> Iterator[tuple[str, Tensor]]:

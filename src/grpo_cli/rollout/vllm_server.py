@@ -170,7 +170,8 @@ class ServerRollout:
 
     def _score(self, prompt_ids: list[int], completion_ids: list[int]) -> list[float]:
         """Every server is asked; the answer counts that is farthest from what they say on average."""
-        requests = scoring_requests(prompt_ids, completion_ids, self._training.temperature)
+        temperature = self._training.temperature or 1.0  # greedy in an evaluation alone
+        requests = scoring_requests(prompt_ids, completion_ids, temperature)
         if self._owned:
             requests = [{**request, "priority": _URGENT} for request in requests]
         said = []
