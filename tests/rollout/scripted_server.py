@@ -28,9 +28,17 @@ class ScriptedServer:
         return [path for path, _ in self.asked if path != "/health"]
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._server.close)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10.0)
+        self._loop.close()
+
+    async def _end(self) -> None:
+        self._server.close()
+        serving = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
 
     async def _open(self) -> asyncio.Server:
         return await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=2048)
