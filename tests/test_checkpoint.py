@@ -28,6 +28,16 @@ from tests.checkpoint_worker import SAVED, job
 LAST = 4
 STAGES = [[f"trainer.zero_stage={stage}"] for stage in range(4)]
 BFLOAT16 = ["model.dtype=bfloat16"]
+OFFLOAD = ["trainer.offload_optimizer=true"]
+LAYOUTS = {
+    **{f"bfloat16 {stage}": [*STAGES[stage], *BFLOAT16] for stage in range(4)},
+    "float32 1 offload": [*STAGES[1], *OFFLOAD],
+    "bfloat16 1 offload": [*STAGES[1], *BFLOAT16, *OFFLOAD],
+    "bfloat16 2 offload": [*STAGES[2], *BFLOAT16, *OFFLOAD],
+    "float32 3 offload": [*STAGES[3], *OFFLOAD, "trainer.offload_param=true"],
+    "bfloat16 3 offload": [*STAGES[3], *BFLOAT16, *OFFLOAD, "trainer.offload_param=true"],
+}
+"""Beside float32 without offload. Each is a class, or a branch of one, of DeepSpeed's."""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +82,7 @@ def assert_identical(resumed: dict, whole: dict) -> None:
     assert resumed["weights"] == whole["weights"]
     state = [name for name in whole["files"] if name.startswith(("slices_", "rng_"))]
     assert {name: resumed["files"][name] for name in state} == {name: whole["files"][name] for name in state}
-    assert resumed["version"] == LAST
+    assert resumed["version"] == whole["version"]
     assert resumed["problems"] == []
 
 
@@ -111,12 +121,14 @@ def test_resumes_at_another_stage(
     assert_continues(resumed, whole[saved])
 
 
-def test_bfloat16_keeps_its_float32_weights(llama: Path, alone: ranks.Ranks, tmp_path: Path) -> None:
-    for stage in (0, 2):
-        keys = [*STAGES[stage], *BFLOAT16]
-        whole = job(str(llama), keys, f"{tmp_path}/a{stage}", "never", LAST, alone)
-        resumed = job(str(llama), keys, f"{tmp_path}/b{stage}", str(path_of(tmp_path / f"a{stage}")), LAST, alone)
-        assert_identical(resumed, whole)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_type_stage_and_offload_resumes_bit_identically(
+    layout: str, llama: Path, alone: ranks.Ranks, tmp_path: Path
+) -> None:
+    last = SAVED + 1
+    whole = job(str(llama), LAYOUTS[layout], f"{tmp_path}/a", "never", last, alone)
+    resumed = job(str(llama), LAYOUTS[layout], f"{tmp_path}/b", str(path_of(tmp_path / "a")), last, alone)
+    assert_identical(resumed, whole)
 
 
 def test_adapters_resume(llama: Path, alone: ranks.Ranks, tmp_path: Path) -> None:
@@ -128,24 +140,25 @@ def test_adapters_resume(llama: Path, alone: ranks.Ranks, tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def two(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
-    """Two processes: undisturbed and resumed at every stage; then from the checkpoint of another stage."""
+    """Two processes: undisturbed and resumed at every stage and, last, at stage 1 in bfloat16; then from the checkpoint
+    of another stage."""
     home = tmp_path_factory.mktemp("two")
     jobs: list[list[Any]] = []
-    for stage, keys in enumerate(STAGES):
-        jobs.append([keys, f"{home}/{stage}", "never", LAST])
-        jobs.append([keys, f"{home}/r{stage}", str(path_of(home / str(stage))), LAST])
+    for number, keys in enumerate([*STAGES, LAYOUTS["bfloat16 1"]]):
+        jobs.append([keys, f"{home}/{number}", "never", LAST])
+        jobs.append([keys, f"{home}/r{number}", str(path_of(home / str(number))), LAST])
     jobs.append([STAGES[3], f"{home}/2to3", str(path_of(home / "2")), LAST])
     return home, in_processes(2, llama, home / "out.json", jobs)
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_two_processes_resume_bit_identically(stage: int, two: tuple[Path, list[dict]]) -> None:
-    whole, resumed = two[1][2 * stage : 2 * stage + 2]
+@pytest.mark.parametrize("number", range(5))
+def test_two_processes_resume_bit_identically(number: int, two: tuple[Path, list[dict]]) -> None:
+    whole, resumed = two[1][2 * number : 2 * number + 2]
     assert_identical(resumed, whole)
 
 
 def test_two_processes_resume_at_another_stage(two: tuple[Path, list[dict]]) -> None:
-    assert_continues(two[1][8], two[1][4])
+    assert_continues(two[1][-1], two[1][4])
 
 
 @pytest.mark.parametrize(("saved", "now"), [(2, 0), (3, 3)])
@@ -210,6 +223,11 @@ def name_a_pickle(directory: Path) -> None:
     (directory / manifest.NAME).write_text(json.dumps(written))
 
 
+def forget_a_size(directory: Path) -> None:
+    text = (directory / manifest.NAME).read_text()
+    (directory / manifest.NAME).write_text(text.replace('"size"', '"sizd"', 1))
+
+
 DAMAGES = {
     "it is empty": make_empty,
     "bytes instead of": lambda d: os.truncate(weights_of(d), 1000),
@@ -217,6 +235,7 @@ DAMAGES = {
     "never finished": lambda d: (d / manifest.NAME).unlink(),
     "another content": change_a_byte,
     "is missing": lambda d: weights_of(d).unlink(),
+    "missing or broken": forget_a_size,
     "no name of a checkpoint's file": name_a_pickle,
 }
 

@@ -55,12 +55,12 @@ class ZeroState:
             for name, parameter in self.parameters.items():
                 yield Slice(name, 0, parameter.numel(), masters[id(parameter)], 0)
         elif self.stage < 3:
+            flats = self._flats()
             for name, parameter in self.parameters.items():
                 mapping = parameter._hp_mapping
                 if mapping is not None:
-                    flat = self._zero.single_partition_of_fp32_groups[mapping.param_group_index]
                     start, place = mapping.lp_fragment_address.start, mapping.hp_fragment_address
-                    yield Slice(name, start, place.numel, flat, place.start)
+                    yield Slice(name, start, place.numel, flats[mapping.param_group_index], place.start)
         else:
             for name, parameter in self.parameters.items():
                 group, offset, padded = self._zero.grad_position[self._zero.get_param_id(parameter)]
@@ -108,7 +108,13 @@ class ZeroState:
         """The tensors that Adam's state is kept by. (Stage 3 takes them out of the parameter groups between steps.)"""
         if self.stage == 0:
             return [master for _, master in self._zero._pairs]
-        return self._zero.single_partition_of_fp32_groups if self.stage < 3 else self._zero.fp32_partitioned_groups_flat
+        if self.stage == 3:
+            return self._zero.fp32_partitioned_groups_flat
+        # For stage 1 in bfloat16 DeepSpeed has a class of its own (BF16_Optimizer, without offload only), which has
+        # the same partition under another name.
+        if hasattr(self._zero, "fp32_groups_flat_partition"):
+            return self._zero.fp32_groups_flat_partition
+        return self._zero.single_partition_of_fp32_groups
 
     @torch.no_grad()
     def publish(self) -> None:
