@@ -259,6 +259,25 @@ def test_damaged_checkpoint_is_passed_over_or_refused(
     assert "Resumed after step 4" in told
 
 
+def test_slices_that_the_manifest_does_not_name_are_not_read(small: tuple, alone: ranks.Ranks) -> None:
+    """Beside the whole file, half of another checkpoint's: unread, where every part would be filled in twice."""
+    cfg, run_dir, policy = small
+    newest = path_of(run_dir.path, 8)
+    before = {name: tensor.clone() for name, tensor in policy.gathered_parameters()}
+    (newest / "slices_00001.safetensors").write_bytes(weights_of(path_of(run_dir.path, 4)).read_bytes())
+    assert checkpoint.load(cfg, run_dir, alone, policy)["step"] == 8  # type: ignore[index]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.gathered_parameters())
+
+
+def test_the_config_is_compared_with_the_checkpoint_that_is_taken(small: tuple, alone: ranks.Ranks) -> None:
+    """The newest, of the same learning rate, is damaged inside; the older one is of another."""
+    cfg, run_dir, policy = small
+    change_a_byte(path_of(run_dir.path, 8))
+    other = cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"lr": 0.5})})
+    with pytest.raises(ConfigError, match=r"resume_config_unchanged.*trainer.allow_config_change"):
+        checkpoint.load(other, run_dir, alone, policy)
+
+
 def test_half_written_one_aside_is_never_looked_at(small: tuple, alone: ranks.Ranks) -> None:
     cfg, run_dir, policy = small
     os.rename(path_of(run_dir.path, 8), run_dir.checkpoints / ".aside_step_000012")

@@ -54,6 +54,21 @@ def test_more_steps_are_silent_fewer_are_told(run_dir: RunDir) -> None:
     assert "trainer.steps: 100 -> 50" in fewer.message
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_another_length_is_mathematics_where_the_rate_decays_over_it(tmp_path: Path, schedule: str) -> None:
+    run_dir = RunDir.create(tmp_path / "run")
+    decays = f"trainer.lr_schedule={schedule}"
+    fake_checkpoint(run_dir, 4, decays)
+    [found] = findings(run_dir, decays, "trainer.steps=200")
+    assert (found.rule, found.severity) == ("resume_config_unchanged", "error")
+    assert f"trainer.steps: 100 -> 200. {decays} spreads the learning rate" in found.message
+    assert found.fix == "trainer.steps=100, or trainer.allow_config_change=true"
+    [allowed] = findings(run_dir, decays, "trainer.steps=200", "trainer.allow_config_change=true")
+    assert allowed.severity == "warning"
+    [epochs] = findings(run_dir, decays, "trainer.steps=null", "trainer.epochs=2")
+    assert epochs.severity == "error"
+
+
 def test_harmless_keys_pass_with_a_warning(run_dir: RunDir) -> None:
     [found] = findings(run_dir, "trainer.zero_stage=3", "logger.console=off")
     assert (found.rule, found.severity) == ("resume_config_unchanged", "warning")
@@ -89,6 +104,44 @@ def test_auto_takes_the_newest_whole_one(run_dir: RunDir) -> None:
     (newest / manifest.NAME).unlink()
     assert resume.find(cfg) == run_dir.checkpoints / "step_000004"
     assert resume.find(make_config(f"run.dir='{run_dir.path}'", "trainer.resume=never")) is None
+
+
+def test_a_config_is_refused_for_whole_checkpoints_only(run_dir: RunDir) -> None:
+    """The newest is of another learning rate; once a byte of it has changed, it is the older one that counts."""
+    newest = fake_checkpoint(run_dir, 8, "trainer.lr=5e-6")
+    [found] = findings(run_dir)
+    assert (found.severity, "trainer.lr: 5e-06 -> 1e-06" in found.message) == ("error", True)
+    state = newest / manifest.STATE
+    state.write_text(state.read_text().replace("rows-a", "rows-b"))
+    assert findings(run_dir) == []
+
+
+def test_no_changed_byte_of_a_manifest_gets_out(run_dir: RunDir) -> None:
+    """Every byte changed, and every byte lost: a reason, or a manifest that says the same; never an exception."""
+    older, newest = run_dir.checkpoints / "step_000004", fake_checkpoint(run_dir, 8)
+    cfg = make_config(f"run.dir='{run_dir.path}'")
+    path = newest / manifest.NAME
+    whole = path.read_bytes()
+    said = manifest.read(newest)
+    assert said is not None
+    for place in range(len(whole)):
+        for byte in (b"", bytes([whole[place] ^ 1]), bytes([whole[place] ^ 0x80])):
+            path.write_bytes(whole[:place] + byte + whole[place + 1 :])
+            if manifest.problems(newest):
+                assert resume.find(cfg) == (newest if manifest.quick_problems(newest) == [] else older)
+            else:
+                assert manifest.read(newest)["files"] == said["files"]  # type: ignore[index]
+
+
+def test_no_changed_byte_of_a_config_gets_out(run_dir: RunDir) -> None:
+    """The parent reads the config of a checkpoint before anybody has looked at its hash."""
+    newest = fake_checkpoint(run_dir, 8)
+    path = newest / manifest.CONFIG
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 80):
+        for bit in (1, 0x80):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+            assert all(found.severity == "warning" for found in findings(run_dir))
 
 
 def test_damaged_path_is_an_error_that_names_a_whole_one(run_dir: RunDir) -> None:

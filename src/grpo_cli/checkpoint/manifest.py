@@ -51,10 +51,16 @@ def newest_first(checkpoints: Path) -> Iterator[tuple[int, Path]]:
 
 
 def read(directory: Path) -> Mapping[str, Any] | None:
-    """The manifest of a checkpoint; None where it is missing or broken."""
+    """The manifest of a checkpoint; None where it is missing or broken. Every entry has a size and a hash."""
     manifest = read_json(directory / NAME)
     files = manifest.get("files") if isinstance(manifest, dict) else None
-    return manifest if isinstance(files, dict) and manifest.get("format") == FORMAT else None
+    if not isinstance(files, dict) or manifest.get("format") != FORMAT:
+        return None
+    return manifest if all(_is_entry(entry) for entry in files.values()) else None
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str)
 
 
 def quick_problems(directory: Path) -> list[str]:
@@ -70,10 +76,10 @@ def quick_problems(directory: Path) -> list[str]:
     if {STATE, CONFIG} - set(manifest["files"]):
         problems.append(f"{NAME} does not name {STATE} and {CONFIG}")
     for name, entry in manifest["files"].items():
-        if not _FILE.fullmatch(name) or (directory / name).is_symlink():
-            problems.append(f"{name!r} is no name of a checkpoint's file")
-            continue
         try:
+            if not _FILE.fullmatch(name) or (directory / name).is_symlink():
+                problems.append(f"{name!r} is no name of a checkpoint's file")
+                continue
             size = (directory / name).stat().st_size
         except OSError:
             problems.append(f"{name} is missing")

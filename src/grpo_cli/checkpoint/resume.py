@@ -35,7 +35,7 @@ HARMLESS = (
         "rollout.max_model_len",
     ),
     *("rollout.tensor_parallel_size", "rollout.gpu_memory_utilization", "rollout.sleep_level", "rollout.devices"),
-    *("rollout.server_url", "trainer.steps", "trainer.epochs", "trainer.micro_batch_tokens", "trainer.packing"),
+    *("rollout.server_url", "trainer.micro_batch_tokens", "trainer.packing"),
     *("trainer.zero_stage", "trainer.offload_optimizer", "trainer.offload_param", "trainer.nproc_per_node"),
     *(
         "trainer.nnodes",
@@ -46,7 +46,10 @@ HARMLESS = (
     ),
     *("trainer.max_nonfinite_steps", "trainer.step_timeout_s"),
 )
-"""Keys (or sections) that change where, how fast or how long a run goes, not what it computes."""
+"""Keys (or sections) that change where or how fast a run goes, not what it computes."""
+
+LENGTH = frozenset(("trainer.steps", "trainer.epochs"))
+"""Keys that say how long a run goes: as harmless, unless the learning rate of a step depends on the number of steps."""
 
 _ABSENT = "absent"
 
@@ -78,7 +81,25 @@ def findings(cfg: Config, fingerprint: str | None = None) -> list[Finding]:
         bad = manifest.quick_problems(directory) or manifest.hash_problems(directory)
         if bad or plain:
             return plain + ([_incomplete(directory, bad)] if bad else [])
-    return [*_other_run(cfg, directory, fingerprint), *_changes(cfg, directory)]
+        return run_findings(cfg, directory, fingerprint)
+    for _, directory in manifest.newest_first(RunDir(cfg.run.dir).checkpoints):
+        if manifest.quick_problems(directory):
+            continue
+        found = run_findings(cfg, directory, fingerprint)
+        # The workers, who read every byte, pass over a damaged one and ask the same of the one that they take. So only
+        # a refusal is worth reading it all here: its reason may be the damage.
+        if not any(finding.severity == "error" for finding in found) or not manifest.hash_problems(directory):
+            return found
+    return []
+
+
+def run_findings(cfg: Config, directory: Path, fingerprint: str | None = None) -> list[Finding]:
+    """What a whole checkpoint and the config say about each other: another run, or a run that goes on otherwise."""
+    try:
+        saved = RunDir(directory).read_config()
+    except RunError:
+        saved = {}
+    return [*_other_run(cfg, directory, saved, fingerprint), *_changes(cfg, directory, saved)]
 
 
 def _incomplete(directory: Path, problems: list[str]) -> Finding:
@@ -104,9 +125,8 @@ def _pickles(directory: Path) -> Iterator[Finding]:
         )
 
 
-def _other_run(cfg: Config, directory: Path, fingerprint: str | None) -> Iterator[Finding]:
-    saved = saved_config(directory)
-    before = saved.get("model", {}).get("path")
+def _other_run(cfg: Config, directory: Path, saved: Mapping[str, Any], fingerprint: str | None) -> Iterator[Finding]:
+    before = dict(_leaves(saved)).get("model.path")
     differing = [f"model.path: {before} -> {cfg.model.path}"] if before != cfg.model.path else []
     keys = ["model.path"] if differing else []
     rows = _saved_fingerprint(directory)
@@ -122,20 +142,23 @@ def _other_run(cfg: Config, directory: Path, fingerprint: str | None) -> Iterato
         )
 
 
-def _changes(cfg: Config, directory: Path) -> Iterator[Finding]:
+def _changes(cfg: Config, directory: Path, saved: Mapping[str, Any]) -> Iterator[Finding]:
     """One finding for keys that change the mathematics (an error unless allowed), one warning for the others."""
-    changed = differences(saved_config(directory), cfg.model_dump())
+    changed = differences(saved, cfg.model_dump())
     changed.pop("model.path", None)
-    harmless = {key: values for key, values in changed.items() if _is_harmless(key)}
+    decays = cfg.trainer.lr_schedule != "constant"
+    weighty = {key: values for key, values in changed.items() if not _is_harmless(key, decays)}
+    harmless = {key: values for key, values in changed.items() if key not in weighty}
     if _only_longer(harmless):
         harmless.pop("trainer.steps")
-    weighty = {key: values for key, values in changed.items() if not _is_harmless(key)}
     if weighty:
         allowed = cfg.trainer.allow_config_change
+        schedule = f" trainer.lr_schedule={cfg.trainer.lr_schedule} spreads the learning rate over the whole run."
         yield Finding(
             "resume_config_unchanged",
             (*weighty, "trainer.allow_config_change"),
-            f"Keys that change the mathematics differ from {directory}: {_diff(weighty)}.",
+            f"Keys that change the mathematics differ from {directory}: {_diff(weighty)}."
+            + (schedule if decays and not LENGTH.isdisjoint(weighty) else ""),
             _restored(weighty) + ("" if allowed else ", or trainer.allow_config_change=true"),
             severity="warning" if allowed else "error",
         )
@@ -174,7 +197,9 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _is_harmless(key: str) -> bool:
+def _is_harmless(key: str, decays: bool) -> bool:
+    if key in LENGTH:
+        return not decays
     return any(key == name or (name.endswith(".") and key.startswith(name)) for name in HARMLESS)
 
 
@@ -189,14 +214,6 @@ def _diff(changed: Mapping[str, tuple[Any, Any]]) -> str:
 
 def _text(value: Any) -> str:
     return "null" if value is None else str(value)
-
-
-def saved_config(directory: Path) -> dict[str, Any]:
-    """The resolved config that a checkpoint carries; empty where it cannot be read."""
-    try:
-        return RunDir(directory).read_config()
-    except RunError:
-        return {}
 
 
 def _saved_fingerprint(directory: Path) -> str | None:

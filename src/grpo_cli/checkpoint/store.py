@@ -23,7 +23,7 @@ from torch import Tensor
 
 from grpo_cli.checkpoint import manifest, randomstate
 from grpo_cli.checkpoint.manifest import CONFIG, STATE, directory_name
-from grpo_cli.checkpoint.resume import AUTO, NEVER
+from grpo_cli.checkpoint.resume import AUTO, NEVER, run_findings
 from grpo_cli.checkpoint.tensorfile import TensorWriter
 from grpo_cli.checkpoint.zerostate import MOMENTS, WEIGHT, ZeroState
 from grpo_cli.errors import ConfigError, Finding, RunError
@@ -189,6 +189,7 @@ def load(cfg: Config, run_dir: RunDir, ranks: Ranks, policy: Any, data: Any = No
         _together(ranks, lambda: _forget_later(run_dir, -1, -1) if ranks.first else None)
         randomstate.reseed(cfg.run.seed, 0, ranks.rank)
         return None
+    _refuse_another_run(cfg, directory)
     common = read_json(directory / STATE)
     layout = common["layout"]
     if data is not None and "source" in common["run"]:
@@ -250,6 +251,13 @@ def _problems(directory: Path, ranks: Ranks) -> list[str]:
     return [problem for share in found for problem in share] or ranks.gather(manifest.not_plain(directory))[0]
 
 
+def _refuse_another_run(cfg: Config, directory: Path) -> None:
+    """The rules that the parent asked of the newest checkpoint, of the one that is taken: it may be an older one."""
+    errors = [finding for finding in run_findings(cfg, directory) if finding.severity == "error"]
+    if errors:
+        raise ConfigError(errors)
+
+
 def _restore_files(run_dir: RunDir, directory: Path, step: int) -> None:
     """Rank 0: the run directory as it was after `step`."""
     # Step 0 has a row only where it was evaluated, and a run that resumes there evaluates again.
@@ -269,16 +277,21 @@ def _forget_later(run_dir: RunDir, row: int, step: int) -> None:
 
 
 class _Slices:
-    """The slices of a checkpoint, found by parameter and position. Files are mapped, not read whole."""
+    """The slices of a checkpoint, found by parameter and position. Files are mapped, not read whole.
+
+    Only files that the manifest names are opened: their sizes and hashes were checked.
+    """
 
     def __init__(self, directory: Path, opened: ExitStack):
         from safetensors import safe_open
 
         self._pieces: dict[str, list[tuple[int, int, Any]]] = {}
-        for path in sorted(directory.glob("slices_*.safetensors")):
-            if not re.fullmatch(r"slices_\d{5}\.safetensors", path.name):
+        written = manifest.read(directory)
+        assert written is not None, "manifest.quick_problems comes first"
+        for file_name in sorted(written["files"]):
+            if not re.fullmatch(r"slices_\d{5}\.safetensors", file_name):
                 continue
-            file = opened.enter_context(safe_open(path, framework="pt"))
+            file = opened.enter_context(safe_open(directory / file_name, framework="pt"))
             for name, start in json.loads(file.metadata()["starts"]).items():
                 length = file.get_slice(f"{WEIGHT}/{name}").get_shape()[0]
                 self._pieces.setdefault(name, []).append((start, length, file))

@@ -162,6 +162,7 @@ declare(
 )  # fmt: skip
 declare(
     "resume_config_unchanged", "warning", "trainer", "start", "trainer.resume",
-    why="""Checkpoint and config differ elsewhere (a higher trainer.steps apart). The curve changes for a reason that
-    the log does not show. Restore the listed keys.""",
+    why="""Checkpoint and config differ elsewhere (apart from a higher trainer.steps where trainer.lr_schedule is
+    constant; otherwise every learning rate depends on it). The curve changes for a reason that the log does not show.
+    Restore the listed keys.""",
 )  # fmt: skip

@@ -171,7 +171,7 @@ class RunDir:
         try:
             with open(self.config_path, encoding="utf-8") as file:
                 config = yaml.load(file, Loader=get_yaml_loader())
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, ValueError, yaml.YAMLError) as error:
             raise RunError(f"{self.config_path} cannot be read: {error}") from error
         if not isinstance(config, dict):
             raise RunError(f"{self.config_path} holds no config.")
