@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 from grpo_cli.errors import ConfigError, Finding, GuardStop, RunError, SignalStop
 from grpo_cli.process.frame import run_worker
@@ -32,7 +33,8 @@ def work() -> str | None:
     script = os.environ["SCRIPT"]
     if script != "unarmed":
         stop.arm()
-    stop.rank_file.beat(3, "update")
+    if script not in ("slow", "lost"):
+        stop.rank_file.beat(3, "update")
     return SCRIPTS[script]()
 
 
@@ -41,6 +43,37 @@ def hang_on_rank_1() -> None:
         time.sleep(0.02)
         stop.requested()
     time.sleep(600)
+
+
+def joined() -> Any:
+    """The real process group, in step 3."""
+    from grpo_cli.process import ranks
+
+    group = ranks.start(ranks.longest_wait_s(1.0))
+    group.barrier()
+    stop.rank_file.beat(3, "update")
+    return group
+
+
+def slow_then_hangs() -> None:
+    """Rank 1 waits in a collective, first for a rank that is slow, then for one that hangs."""
+    group = joined()
+    until = time.monotonic() + (6.0 if RANK == 0 else 0.0)
+    while time.monotonic() < until:
+        time.sleep(0.02)
+        stop.requested()
+    group.gather(RANK)
+    stop.rank_file.beat(3, "record")
+    if RANK == 0:
+        time.sleep(600)
+    group.gather(RANK)
+
+
+def lost_in_a_collective() -> None:
+    group = joined()
+    if RANK == 1:
+        os.kill(os.getpid(), 9)
+    group.gather(RANK)
 
 
 def raise_(error: BaseException) -> None:
@@ -55,6 +88,8 @@ SCRIPTS = {
     "killed": lambda: os.kill(os.getpid(), 9) if RANK == 1 else wait_for_stop(),
     "hangs": hang_on_rank_1,
     "frozen": lambda: os.kill(os.getpid(), 19) if RANK == 1 else wait_for_stop(),
+    "slow": slow_then_hangs,
+    "lost": lost_in_a_collective,
     "child": leave_a_child,
     "waits": wait_for_stop,
     "unarmed": wait_for_stop,

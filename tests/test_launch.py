@@ -1,4 +1,4 @@
-"""The parent of a run: exit codes, signals, and nobody left behind. Workers are scripted: no model, no torch."""
+"""The parent of a run: exit codes, signals, and nobody left behind. Workers are scripted: no model."""
 
 from __future__ import annotations
 
@@ -116,6 +116,22 @@ def test_watchdog_names_the_rank_that_stands_still(tmp_path: Path, script: str) 
     assert code == 1
     assert "Rank 1 stands still in step 3, stage update" in state["reason"]
     assert "Rank 1" in errors
+    wait_gone(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("slow", "Rank 0 stands still in step 3, stage record, for more than trainer.step_timeout_s=3 seconds."),
+        ("lost", "Rank 1 died of SIGKILL"),
+    ],
+)
+def test_ranks_in_a_collective_wait_for_a_slow_one_and_end_with_a_lost_one(
+    tmp_path: Path, script: str, told: str
+) -> None:
+    code, _, state = run(script, tmp_path / "run", config(timeout_s=3.0))
+    assert code == 1
+    assert told in state["reason"]
     wait_gone(tmp_path / "run")
 
 

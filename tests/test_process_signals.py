@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from grpo_cli.process.rankfile import RankFile, RankFiles
+from grpo_cli.process.rankfile import Beat, RankFile, RankFiles, process_start
 from grpo_cli.process.signals import HANDLED, Interrupted, Stop
 from grpo_cli.process.watchdog import Watchdog
 from grpo_cli.reward import pool
@@ -121,6 +124,72 @@ def test_watchdog_names_the_rank_that_is_behind(tmp_path: Path, monkeypatch: pyt
     told = dog.look(11.0) or ""
     assert "Rank 1 stands still in step 6, stage update" in told
     assert "(0, 2) wait for it" in told
+
+
+RANK = """
+import faulthandler, signal, sys
+faulthandler.register(signal.SIGUSR1, file=open(sys.argv[1], "a"), all_threads=True)
+code = "import time\\ndef stand():\\n  print(flush=True)\\n  time.sleep(60)\\nstand()"
+exec(compile(code, sys.argv[2], "exec"))
+"""
+"""A rank that stands in a function of the file that its second argument names."""
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen]]:
+    """Rank 0 in code of its own, rank 1 inside a collective; their beats are the test's."""
+    places = ["/x/reward.py", "/x/torch/distributed/distributed_c10d.py"]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path / f"{rank}.trace"), place], stdout=subprocess.PIPE, text=True
+        )
+        for rank, place in enumerate(places)
+    ]
+    for rank, process in enumerate(started):
+        assert process.stdout is not None
+        process.stdout.readline()
+        (tmp_path / f"{rank}.pid").write_text(f"{process.pid} {process_start(process.pid)}")
+    yield started
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def beat(directory: Path, rank: int, count: int) -> None:
+    (directory / f"{rank}.beat").write_text(json.dumps(asdict(Beat(3, 0, count, "rollout"))))
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_that_waits_for_a_slow_one_is_never_accused(
+    nodes: int, tmp_path: Path, ranks: list[subprocess.Popen]
+) -> None:
+    dog = Watchdog(RankFiles(tmp_path), 60.0, nodes)
+    beat(tmp_path, 1, 1)
+    for minute in range(4):
+        beat(tmp_path, 0, minute)
+        assert dog.look(minute * 40.0) is None
+    told = dog.look(181.0) or ""  # rank 0 moved last at 120 s
+    assert "Rank 0 stands still in step 3, stage rollout" in told
+    assert "The others (1) wait for it." in told
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_where_all_wait_the_fault_may_be_on_another_node(tmp_path: Path, ranks: list[subprocess.Popen]) -> None:
+    (tmp_path / "0.pid").unlink()
+    for nodes, accused in ((2, False), (1, True)):
+        dog = Watchdog(RankFiles(tmp_path), 60.0, nodes)
+        beat(tmp_path, 1, 1)
+        assert dog.look(0.0) is None
+        assert bool(dog.look(61.0)) is accused
+
+
+def test_the_first_weight_sync_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    monkeypatch.setattr("grpo_cli.process.watchdog._TRACE_WAIT_S", 0.0)
+    dog = Watchdog(files(tmp_path, (0, "first weight sync")), 10.0)
+    assert dog.look(0.0) is None
+    assert "step 0, stage first weight sync" in (dog.look(11.0) or "")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

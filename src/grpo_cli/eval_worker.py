@@ -19,7 +19,7 @@ from grpo_cli.files.rundir import RunDir
 from grpo_cli.model.network import load_causal_lm
 from grpo_cli.model.tokenizer import load_tokenizer
 from grpo_cli.process.frame import run_worker
-from grpo_cli.process.ranks import start
+from grpo_cli.process.ranks import longest_wait_s, start
 from grpo_cli.process.signals import stop
 from grpo_cli.reward import make_scorer
 from grpo_cli.rollout import Rollout, make_rollout
@@ -64,8 +64,7 @@ def work(directory: RunDir) -> str:
     errors = [finding for finding in findings if finding.severity == "error"]
     if cfg is None or errors:
         raise ConfigError(errors)
-    ranks = start(cfg.trainer.step_timeout_s)
-    stop.rank_file.beat(0, "evaluation")
+    ranks = start(longest_wait_s(cfg.trainer.step_timeout_s))
     with ExitStack() as ending:
         policy = FrozenPolicy(cfg, ranks.device)
         data = load_data(cfg, policy.tokenizer)
@@ -74,6 +73,7 @@ def work(directory: RunDir) -> str:
         rollout = make_rollout(cfg, policy, ranks)
         ending.callback(rollout.close)
         bring_weights(cfg, policy, rollout)
+        stop.rank_file.beat(0, "evaluation")
         metrics = evaluate(cfg, data.eval_prompts(cfg.eval.limit), rollout, scorer, ranks, step=0, version=0)
     if ranks.first:
         write_json(directory.path / RESULT, metrics)

@@ -159,7 +159,7 @@ class _Watch:
         self._agent = agent
         self._files = files
         self._ranks = trainer["nproc_per_node"]
-        self._watchdog = Watchdog(files, trainer["step_timeout_s"])
+        self._watchdog = Watchdog(files, trainer["step_timeout_s"], trainer["nnodes"])
         self._got = got
         self._told: set[int] = set()
 

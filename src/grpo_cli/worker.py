@@ -22,7 +22,7 @@ from grpo_cli.filter import Filter, make_filter
 from grpo_cli.logger import Logger
 from grpo_cli.model.tokenizer import load_tokenizer
 from grpo_cli.process.frame import run_worker
-from grpo_cli.process.ranks import Ranks, start
+from grpo_cli.process.ranks import Ranks, longest_wait_s, start
 from grpo_cli.process.signals import Interrupted, stop
 from grpo_cli.reward import make_scorer
 from grpo_cli.reward.scorer import Scorer
@@ -140,7 +140,7 @@ def save(run: Run, step: int, source_state: dict[str, Any]) -> None:
 def work(directory: RunDir) -> str:
     """One rank's part of a run, from reading its config to the model that it leaves behind."""
     cfg = read_config(directory)
-    ranks = start(cfg.trainer.step_timeout_s)
+    ranks = start(longest_wait_s(cfg.trainer.step_timeout_s))
     with ExitStack() as ending:
         data = load_data(cfg, load_tokenizer(cfg.model))
         scorer = make_scorer(cfg)
@@ -169,6 +169,7 @@ def start_to_end(run: Run, done: int) -> str:
     """The loop with what comes once, before and after it."""
     for note in run.data.notes:
         run.logger.note(note)
+    stop.rank_file.beat(done, "first weight sync")
     run.source.sync(run.policy, done)
     if done == 0 and (before := held_out(run, 0)):
         run.logger.log(0, before)

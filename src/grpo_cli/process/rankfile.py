@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ENV = "GRPO_RANKS_DIR"
+STARTING = "starting"
+"""The stage of a rank that has not begun anything yet."""
 
 
 def _stat(pid: int) -> list[str]:
@@ -68,7 +70,7 @@ class RankFile:
         self.rank = rank
         self._fd: int | None = None
         self._step = self._order = self._count = 0
-        self._stage = "starting"
+        self._stage = STARTING
         self._last = 0.0
 
     @classmethod
@@ -162,6 +164,11 @@ class RankFiles:
         with contextlib.suppress(OSError):
             return (self.dir / f"{rank}.trace").read_text(errors="replace")
         return ""
+
+    def clear_trace(self, rank: int) -> None:
+        """Forget the stacks of a rank, before it is asked for new ones."""
+        with contextlib.suppress(OSError):
+            os.truncate(self.dir / f"{rank}.trace", 0)
 
     def _json(self, suffix: str) -> dict[int, dict]:
         found = {}

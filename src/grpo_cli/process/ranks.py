@@ -60,6 +60,16 @@ class Ranks:
         return total.to(tensor.device)
 
 
+def longest_wait_s(step_timeout_s: float) -> float:
+    """Seconds that bound a collective of a run: long, since it only ends what nobody else sees.
+
+    A rank that stands still is named by the watchdog after `trainer.step_timeout_s`, and a lost one breaks the
+    connection. Before the first step the others wait here while one starts engines or reads a checkpoint, which may
+    take much longer than a step; in a step, for a slow rank that moves.
+    """
+    return max(7200.0, 4 * step_timeout_s)
+
+
 def start(timeout_s: float = 1800.0) -> Ranks:
     """Join the process group that the launcher's environment describes; without one, be a group of one.
 

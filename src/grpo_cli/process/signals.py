@@ -64,7 +64,8 @@ class Stop:
                 signal.signal(signum, self._handle)
         trace = rank_file.trace_file()
         if trace:
-            self._trace = open(trace, "w")  # noqa: SIM115  (open for as long as the process lives)
+            # Open for as long as the process lives; for appending, since the parent empties it before it asks again.
+            self._trace = open(trace, "a")  # noqa: SIM115
             faulthandler.register(signal.SIGUSR1, file=self._trace, all_threads=True)
 
     def arm(self) -> None:
