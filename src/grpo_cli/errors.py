@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -49,6 +49,10 @@ class ConfigError(ValueError):
         self.findings = [findings] if isinstance(findings, Finding) else list(findings)
         super().__init__("\n".join(finding.line() for finding in self.findings))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors travel between ranks; an exception is remade from its message, which is not what this one takes.
+        return type(self), (self.findings,)
+
 
 class RunError(RuntimeError):
     """The run failed while running, for a reason that one line can tell. Exit code 1."""
@@ -64,6 +68,9 @@ class SignalStop(RuntimeError):
     def __init__(self, signum: int):
         self.signum = signum
         super().__init__(f"stopped by signal {signum}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.signum,)
 
 
 def exit_code_of(error: BaseException) -> int:
