@@ -527,6 +527,15 @@ def test_a_restored_cursor_goes_on_exactly(tmp_path, tokenizer, before):
     assert ids(resumed.next(9)) == ids(whole.next(before + 9))[before:]
 
 
+def test_a_prompt_is_found_again_by_its_id(tmp_path, tokenizer):
+    path = jsonl(tmp_path, *[{"prompt": f"p{i}", "answer": "1"} for i in range(5)])
+    for cfg in (config(), config(JSONL, data__train=path)):
+        data = load_data(cfg, tokenizer)
+        drawn = data.next(7)
+        assert [repr(data.prompt(prompt.prompt_id)) for prompt in drawn] == [repr(prompt) for prompt in drawn]
+        assert data.state()["consumed"] == 7
+
+
 def test_changed_data_are_noticed_and_a_copy_is_not(tmp_path, tokenizer):
     rows = [{"prompt": f"p{i}", "answer": "1"} for i in range(5)]
     state = load_data(config(JSONL, data__train=jsonl(tmp_path, *rows)), tokenizer).state()

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import stat
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -113,9 +115,12 @@ def test_rollout_dump_has_the_form_of_the_design(tmp_path: Path) -> None:
     assert to_dump(group(), 13) == dump
 
 
-def test_group_state_is_exact() -> None:
+def test_group_state_is_exact_but_for_the_row() -> None:
+    """Rows of a data set may hold what JSON has not; nothing reads one after scoring."""
     original = group()
-    assert from_state(json.loads(jsonio.dumps(to_state(original)))) == original
+    prompt = replace(original.prompt, row={"at": datetime(2024, 1, 1), "raw": b"\xff", "level": float("nan")})
+    state = jsonio.dumps(to_state(replace(original, prompt=prompt)))
+    assert from_state(json.loads(state)) == replace(original, prompt=replace(prompt, row={}))
 
 
 def test_rewind_forgets_later_steps_and_torn_lines(tmp_path: Path) -> None:

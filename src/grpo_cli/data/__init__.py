@@ -63,6 +63,10 @@ class Data:
         self._consumed += count
         return prompts
 
+    def prompt(self, prompt_id: str) -> Prompt:
+        """The prompt that `next` gave out under this id, read again from the data; the cursor stays where it is."""
+        return self._prompt(self._train, int(prompt_id.removeprefix("row-")), "row")
+
     def eval_prompts(self, limit: int | None) -> list[Prompt]:
         """The first `limit` held-out prompts in the order of the data (None: all); empty where there are none."""
         return [self._prompt(self._eval, index, "eval") for index in self._eval_usable[:limit]] if self._eval else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from grpo_cli.types import Completion, Group, Prompt
@@ -43,14 +43,15 @@ def _completion_to_dump(completion: Completion) -> dict[str, Any]:
 
 
 def to_state(group: Group) -> dict[str, Any]:
-    """Everything of a group, for a checkpoint: `from_state(to_state(g)) == g`, bit by bit."""
-    state = asdict(group)
-    state["prompt"]["row"] = dict(group.prompt.row)
-    return state
+    """Everything of a scored group but its row, for a checkpoint: with `from_state` bit by bit the same.
+
+    Only scoring reads a row, and its columns may hold what JSON has not: times, bytes, NaN.
+    """
+    return asdict(replace(group, prompt=replace(group.prompt, row={})))
 
 
 def from_state(state: dict[str, Any]) -> Group:
-    """The group that `to_state` was given."""
+    """The group that `to_state` was given, without the row of its prompt."""
     prompt = Prompt(**state["prompt"])
     completions = [Completion(**completion) for completion in state["completions"]]
     return Group(**{**state, "prompt": prompt, "completions": completions})

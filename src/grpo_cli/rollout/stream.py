@@ -14,7 +14,7 @@ import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.errors import ConfigError, GuardStop, RunError
@@ -203,7 +203,7 @@ class AsyncSource:
         assert self._producer is None, "generation has begun"
         self._data.load_state(state["data"])
         self._filter.load_state(state["filter"])
-        self._again = deque(Prompt(**prompt) for prompt in state["pending"])
+        self._again = deque(self._data.prompt(prompt_id) for prompt_id in state["pending"])
 
     def close(self) -> None:
         """End generation, then rollout and scorer."""
@@ -304,7 +304,7 @@ class AsyncSource:
         return {
             "data": self._data.state(),
             "filter": self._filter.state(),
-            "pending": [{**asdict(prompt), "row": dict(prompt.row)} for prompt in [*in_line, *self._again]],
+            "pending": [prompt.prompt_id for prompt in [*in_line, *self._again]],
         }
 
 
