@@ -15,7 +15,7 @@ import pytest
 from grpo_cli.errors import ConfigError, RunError
 from grpo_cli.files import jsonio
 from grpo_cli.files.groupjson import from_state, to_dump, to_state
-from grpo_cli.files.redact import redact
+from grpo_cli.files.redact import is_own_secret, is_secret, redact
 from grpo_cli.files.rundir import RunDir
 from grpo_cli.types import Completion, Group, Prompt
 
@@ -76,6 +76,29 @@ def test_config_with_a_secret_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     assert "aaaa" not in str(caught.value)
     assert not run_dir.config_path.exists()
     assert redact("hf_" + "a" * 30) == "<HF_TOKEN>"
+
+
+def test_secrets_are_known_by_the_words_of_their_names() -> None:
+    ours = [
+        "GRPO_SERVER_KEY",
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+        "HUGGINGFACE_TOKEN",
+        "VLLM_API_KEY",
+    ]
+    others = [
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_ACCESS_KEY_ID",
+        "GITHUB_PAT",
+        "OPENAI_APIKEY",
+        "PGPASSWORD",
+        "MY_CREDENTIALS",
+    ]
+    plain = ["PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD", "MONKEY", "HF_TOKEN_PATH", "HF_HOME", "SSH_AUTH_SOCK"]
+    assert [name for name in [*ours, *others, *plain] if is_secret(name)] == [*ours, *others]
+    assert [name for name in [*ours, *others, *plain] if is_own_secret(name)] == ours
+    assert redact("the key is " + "k" * 40, {"GRPO_SERVER_KEY": "k" * 40}) == "the key is <GRPO_SERVER_KEY>"
 
 
 def test_metrics_are_strict_json(tmp_path: Path) -> None:

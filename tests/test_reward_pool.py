@@ -38,7 +38,7 @@ def act(text):
     if text == "stdin":
         return len(sys.stdin.read())
     if text == "secrets":
-        names = ("WANDB_API_KEY", "HF_TOKEN", "RANK", "MASTER_ADDR")
+        names = ("GRPO_SERVER_KEY", "WANDB_API_KEY", "HF_TOKEN", "RANK", "MASTER_ADDR")
         initial = open("/proc/self/environ").read()
         return sum(name in os.environ or name + "=" in initial for name in names)
     if text == "other":
@@ -149,7 +149,7 @@ scorer.score([asked("5", "spin")])
 
 
 def test_workers_have_no_input_no_keys_and_no_launcher(term, monkeypatch):
-    for name in ("WANDB_API_KEY", "HF_TOKEN", "RANK", "MASTER_ADDR", "OTHER_KEY"):
+    for name in ("GRPO_SERVER_KEY", "WANDB_API_KEY", "HF_TOKEN", "RANK", "MASTER_ADDR", "OTHER_KEY"):
         monkeypatch.setenv(name, "1")
     with scoring(term) as scorer:
         assert values(scorer, [asked("5", "stdin", "secrets", "other")], "f") == [[0.0, 0.0, 1.0]]

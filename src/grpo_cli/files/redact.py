@@ -9,15 +9,34 @@ from typing import Any
 
 from grpo_cli.errors import ConfigError, Finding
 
-_SECRET_NAME = re.compile(r"(API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?$|^NETRC$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"((^|_)(KEY|PAT)|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(_|$)|^NETRC$", re.IGNORECASE
+)
+_PLACE_NAME = re.compile(r"_(PATH|FILE|DIR)$", re.IGNORECASE)
+"""Names that say where something is: such a value may stand in a config."""
+_OURS = ("GRPO_", "WANDB_", "HF_", "HUGGING_FACE_", "HUGGINGFACE", "VLLM_")
 _SHORTEST = 8
 """Shorter values are not looked for: they would match ordinary words."""
+
+
+def is_secret(name: str) -> bool:
+    """Whether an environment variable of this name holds a credential, by the words in it.
+
+    >>> [is_secret(name) for name in ("GRPO_SERVER_KEY", "AWS_SECRET_ACCESS_KEY", "GITHUB_PAT", "PATH", "KEYBOARD")]
+    [True, True, True, False, False]
+    """
+    return bool(_SECRET_NAME.search(name)) and not _PLACE_NAME.search(name)
+
+
+def is_own_secret(name: str) -> bool:
+    """Whether it is a credential of this tool or of a service that it talks to, which no reward function needs."""
+    return is_secret(name) and name.upper().startswith(_OURS)
 
 
 def secrets_of(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Name -> value of the environment variables that hold credentials, for example WANDB_API_KEY and HF_TOKEN."""
     environ = os.environ if environ is None else environ
-    return {name: value for name, value in environ.items() if _SECRET_NAME.search(name) and len(value) >= _SHORTEST}
+    return {name: value for name, value in environ.items() if is_secret(name) and len(value) >= _SHORTEST}
 
 
 def redact(text: str, environ: Mapping[str, str] | None = None) -> str:

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import grpo_cli
 from grpo_cli.errors import RunError
+from grpo_cli.files.redact import is_own_secret
 from grpo_cli.process.signals import stop
 from grpo_cli.reward.worker import receive_frame, send_frame
 
@@ -38,8 +39,6 @@ REPLY_BYTES = 64 << 20
 """Longest reply that is read."""
 KEPT = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH", "OPENBLAS_CORETYPE")
 """Environment of a worker that grades model text: these, and nothing secret."""
-SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN", "VLLM_API_KEY")
-"""What even a user's own function does not get."""
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_")
 
 
@@ -55,7 +54,7 @@ class Job:
     def environment(self) -> dict[str, str]:
         """Variables of a worker: a short list, or for a user's function all but the tool's keys and the launcher's."""
         if self.kind == "python":
-            return {k: v for k, v in os.environ.items() if k not in SECRETS and not k.startswith(LAUNCHER)}
+            return {k: v for k, v in os.environ.items() if not is_own_secret(k) and not k.startswith(LAUNCHER)}
         kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith("LC_")}
         return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
