@@ -6,12 +6,12 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from configs import make_config
 
 from grpo_cli.advantage import assign
 from grpo_cli.process.signals import Interrupted
 from grpo_cli.rollout.source import SyncSource
 from grpo_cli.types import Completion, Group, Prompt
+from tests.configs import make_config
 
 
 class Data:
