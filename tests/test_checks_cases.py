@@ -310,3 +310,31 @@ def test_engines_on_devices_of_their_own_are_on_one_node():
     given = ["rollout=vllm_server", "rollout.server_url=http://node0:8000", "trainer.nnodes=2"]
     for words in (devices, given, ["rollout=vllm", "trainer.nnodes=2"]):
         assert "own_server_on_one_node" not in {f.rule for f in check(config_of(words))[1]}
+
+
+# E: reward terms that come to one name
+
+
+def python_terms(*terms: str) -> str:
+    return "reward.terms=[" + ",".join(f"{{name:python,weight:1.0,{term}}}" for term in terms) + "]"
+
+
+@pytest.mark.parametrize(
+    ("terms", "name"),
+    [
+        (python_terms("path:x/a.py,function:f", "path:y/a.py,function:f"), "a.f"),
+        (python_terms("path:a.py,function:f", "path:a.py,function:f"), "a.f"),
+        ("reward.terms=[{name:python,weight:1.0,path:a.py,function:exact},{name:exact,weight:1.0}]", "exact"),
+        (python_terms("path:a.py,function:total"), "total"),
+        (python_terms("path:a.py,function:unshaped", "path:a.py,function:g"), "unshaped"),
+    ],
+)
+def test_two_rewards_never_have_one_name(terms, name):
+    (finding,) = findings(terms)
+    assert finding.rule == "reward_term_names_unique"
+    assert f"the name {name} " in finding.message
+    assert errors(*read_first(finding.fix)) == []
+
+
+def test_terms_that_are_told_apart_are_fine():
+    assert errors(python_terms("path:a.py,function:f", "path:b.py,function:f", "path:a.py,function:g")) == []

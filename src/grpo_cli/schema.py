@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -162,6 +163,26 @@ Term = Annotated[
 ]
 
 
+WHOLE_REWARD = ("unshaped", "total")
+"""What `filter.metric` may name beside a term: the weighted sum, without and with the overlong penalty."""
+
+
+def term_names(terms: Iterable[Any]) -> list[str]:
+    """Names of reward terms, typed or not yet: a python term's is its function, with the file's stem where two share
+    that. The rule reward_term_names_unique keeps them apart."""
+    terms = list(terms)
+    functions = [term.function for term in terms if term.name == "python"]
+    return [_term_name(term, functions) for term in terms]
+
+
+def _term_name(term: Any, functions: list[str | None]) -> str:
+    if term.name != "python" or term.function is None:  # a term of a dump has no function, whatever its name
+        return term.name
+    if functions.count(term.function) == 1:
+        return term.function
+    return f"{PurePath(str(term.path)).stem}.{term.function}"
+
+
 class Overlong(Section):
     max_tokens: int
     """Length from which the full penalty counts."""
@@ -190,16 +211,8 @@ class Reward(Section):
 
     @property
     def term_names(self) -> list[str]:
-        """Name of each term; a python term's is its function, with the file's stem where two share that."""
-        functions = [term.function for term in self.terms if isinstance(term, PythonTerm)]
-        return [
-            term.name
-            if not isinstance(term, PythonTerm)
-            else term.function
-            if functions.count(term.function) == 1
-            else f"{PurePath(term.path).stem}.{term.function}"
-            for term in self.terms
-        ]
+        """Name under which each term logs, filters and is stored."""
+        return term_names(self.terms)
 
 
 class _Rollout(Section):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from grpo_cli.checks.engine import Found, View, broken, declare, error, ge, state, warning
-from grpo_cli.checks.quantities import carries, corrects, term_names, to_filter
+from grpo_cli.checks.quantities import carries, corrects, to_filter
 from grpo_cli.options import nearest
+from grpo_cli.schema import WHOLE_REWARD, term_names
 
 
 @error("filter.metric", "reward.terms")
 def filter_metric_known(c: View) -> Found:
     """filter.metric names the reward that decides: unshaped, total, or one of reward.terms. A misspelt one has no
     values, so every group or none would be dropped."""
-    known = ["unshaped", "total", *term_names(c.reward.terms)]
+    known = [*WHOLE_REWARD, *term_names(c.reward.terms)]
     if c.filter.metric not in known:
         best = nearest(c.filter.metric, known)
         yield broken(

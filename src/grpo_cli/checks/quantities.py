@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -104,22 +103,6 @@ def multiply(c: View) -> str:
 def divisors(number: int, limit: int) -> list[int]:
     """Divisors of a number up to a limit, falling; never empty, since 1 is one."""
     return [candidate for candidate in range(min(number, limit), 0, -1) if number % candidate == 0]
-
-
-def term_names(terms: Iterable[View]) -> list[str]:
-    """Names under which reward terms are logged and filtered: a python term's is its function."""
-    terms = list(terms)
-    functions = [term.function for term in terms if term.name == "python"]
-    return [_term_name(term, functions) for term in terms]
-
-
-def _term_name(term: View, functions: list[str]) -> str:
-    if term.name != "python":
-        return term.name
-    if functions.count(term.function) == 1:
-        return term.function
-    stem = str(term.path).rpartition("/")[2].removesuffix(".py")
-    return f"{stem}.{term.function}"
 
 
 def recommended_clip(c: View) -> tuple[float | None, float | None]:

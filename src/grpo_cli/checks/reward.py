@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_cli.checks.engine import Found, View, broken, declare, error, ge, gt, le, state, warning
+from grpo_cli.checks.engine import Changes, Found, View, broken, declare, error, ge, gt, le, state, warning
 from grpo_cli.checks.keys import term_models
 from grpo_cli.options import nearest
+from grpo_cli.schema import WHOLE_REWARD, term_names
 
 OVERLONG = ("reward.overlong.max_tokens", "reward.overlong.buffer_tokens")
 
@@ -47,17 +48,36 @@ def reward_term_known(c: View) -> Found:
 
 @error("reward.terms")
 def reward_term_names_unique(c: View) -> Found:
-    """Two terms of one name share one metric and one filter name; one hides the other. Python terms are told apart by
-    path and function."""
-    kept: list[View] = []
+    """A term logs, filters and is stored under its name; of two terms with one name one would never count. A python
+    term's name is its function, with the file's stem where two share that. A term called unshaped or total would be
+    taken for the whole reward by filter.metric."""
+    names = term_names(c.reward.terms)
+    taken = sorted({name for name in names if names.count(name) > 1 or name in WHOLE_REWARD})
+    if taken:
+        apart, renamed = _told_apart(c.reward.terms, names)
+        note = "rename it in its file too" if renamed else ""
+        yield broken(
+            f"reward.terms gives the name {' and '.join(taken)} to more than one reward: {', '.join(names)}.",
+            Changes({"reward.terms": apart}, note),
+        )
+
+
+def _told_apart(terms: list[View], names: list[str]) -> tuple[list[Any], bool]:
+    """The terms without repeated ones, a python function renamed where its name is taken; and whether one was."""
+    apart: list[Any] = []
     seen: set[tuple] = set()
-    for term in c.reward.terms:
-        identity = (term.name, term.path, term.function) if term.name == "python" else (term.name,)
-        kept += [term] * (identity not in seen)
-        seen.add(identity)
-    if len(kept) < len(c.reward.terms):
-        names = ", ".join(str(term.name) for term in c.reward.terms)
-        yield broken(f"reward.terms holds a term twice: {names}.", {"reward.terms": plain(kept)})
+    taken = {*WHOLE_REWARD, *(term.name for term in terms if term.name != "python")}
+    renamed = False
+    for number, (term, name) in enumerate(zip(terms, names, strict=True), start=1):
+        code = (term.path, term.function) if term.name == "python" else ()
+        if (term.name, *code) in seen:
+            continue
+        seen.add((term.name, *code))
+        clashes = bool(code) and name in taken
+        apart.append(plain(term) | ({"function": f"{term.function}_{number}"} if clashes else {}))
+        renamed = renamed or clashes
+        taken.add(name)
+    return apart, renamed
 
 
 @error("reward.terms")

@@ -34,6 +34,7 @@ class Scorer:
         self._warned: set[tuple[str, str]] = set()
         self._turn = threading.Lock()
         self._terms: dict[str, InPlace | PerCompletion | Batched] = {}
+        assert len(self._weights) == len(cfg.reward.terms), "rule reward_term_names_unique"
         try:
             for term, name in zip(cfg.reward.terms, cfg.reward.term_names, strict=True):
                 self._terms[name] = make_term(term, name, cfg)
