@@ -121,6 +121,7 @@ def test_a_config_has_its_type_unless_an_error_says_why_not(config, command):
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(
+    st.sampled_from(["train", "eval", "replay"]),
     st.sampled_from(sorted(known_keys(config_of([])))),
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just("???"),
@@ -128,9 +129,9 @@ def test_a_config_has_its_type_unless_an_error_says_why_not(config, command):
         max_leaves=3,
     ),
 )
-def test_any_value_at_any_key_is_judged_and_never_crashes(key, value):
-    typed, findings = check(apply(config_of([]), {key: value}))
-    assert typed is not None or findings
+def test_any_value_at_any_key_is_judged_and_never_crashes(command, key, value):
+    typed, findings = check(apply(config_of([]), {key: value}), command, ["exact"] if command == "replay" else None)
+    assert typed is not None or errors_of(findings)
 
 
 def two_groups() -> list[Group]:

@@ -54,6 +54,12 @@ REPLAY_REFUSES = {
     "cispo_needs_clip_high",
     "constant_aggregation_needs_length",
     "truncate_needs_high",
+    "advantage_eps_positive",
+    "advantage_clip_positive",
+    "sapo_taus_positive",
+    "overlong_buffer_within_max",
+    "kl_in_reward_needs_prev_logprobs",
+    "no_callables_in_config",
 }
 
 
@@ -77,6 +83,24 @@ def test_replay_needs_no_model_data_or_term():
         config, findings = check(config_of(["model=hf", "data=jsonl", f"reward={reward}"]), "replay", ["exact"])
         assert config is not None
         assert findings == []
+
+
+def test_a_weight_of_the_dump_is_named_by_its_own_key():
+    none = config_of(["replay.weights={exact:0.0}"])
+    (finding,) = check(none, "replay", ["exact"])[1]
+    assert (finding.keys, finding.fix) == (("replay.weights",), "replay.weights.exact=1.0")
+    assert "replay.weights.exact=0.0" in finding.message
+    assert rules(config_of([]), "replay", []) == []  # a file whose terms could score nothing: no term can be added
+
+
+@pytest.mark.parametrize(
+    "value", ["model.path=null", "run.name=null", "model.path='???'", "reward.terms=[{name:of.mine,weight:1.0}]"]
+)
+def test_what_a_replay_does_not_read_refuses_nothing(value):
+    typed, findings = check(config_of([value]), "replay", ["exact"])
+    assert typed is not None
+    assert [finding for finding in findings if finding.severity == "error"] == []
+    assert check(config_of([value]), "train")[0] is None or value == "model.path='???'"
 
 
 def test_replay_refuses_shape():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from grpo_cli.checks import topics  # noqa: F401  (registers the rules)
 from grpo_cli.checks.engine import RULES, Broken, Changes, Rule, View, lookup, run_rule
-from grpo_cli.checks.overrides import SEPARATOR, complete_fix, write
+from grpo_cli.checks.overrides import SEPARATOR, apply, complete_fix, write
 from grpo_cli.checks.shape import Shape
 from grpo_cli.errors import Finding
 from grpo_cli.schema import Config
@@ -30,13 +32,23 @@ REFUSED_BY_REPLAY = (
     "constant_aggregation_needs_length",
     "truncate_needs_high",
     "correction_needs_sampler_logprobs",
+    "advantage_eps_positive",
+    "advantage_clip_positive",
+    "sapo_taus_positive",
+    "overlong_buffer_within_max",
+    "kl_in_reward_needs_prev_logprobs",
+    "no_callables_in_config",
 )
-"""Beside Shape: without them a number that `grpo replay` prints would be undefined."""
+"""Beside Shape: without them a number that `grpo replay` prints would be undefined, or the config have no form."""
 
 NOT_NEEDED_BY_REPLAY = ("run.", "model.", "data.", "reward.")
 """Keys whose value `grpo replay` can do without: it has the rollouts."""
 
+_UNREAD_BY_REPLAY = {"reward.terms": [], "model.path": "", "run.name": ""}
+"""Keys that a replay does not read and whose mistakes are no findings of Shape; a value that has the right type."""
+
 _ABOUT_CONFIGURED_TERMS = (
+    "reward_terms_not_empty",
     "reward_term_known",
     "reward_term_names_unique",
     "python_reward_needs_opt_in",
@@ -62,7 +74,8 @@ def check(
         fixes = complete_fix(resolved, broken, errors, audit)
         text = SEPARATOR.join(dict.fromkeys(write(fix, fix.note) for fix in fixes))
         keys = _first_to_change(broken.keys, fixes[0])
-        findings.append(Finding(broken.rule, keys, broken.message, text, _severity(broken.rule, command)))
+        finding = Finding(broken.rule, keys, broken.message, text, _severity(broken.rule, command))
+        findings.append(_of_the_dump(finding, terms) if command == "replay" and terms else finding)
     return config, findings
 
 
@@ -98,10 +111,11 @@ def _audit(
 ) -> tuple[Config | None, list[Broken]]:
     """The typed config and what is wrong, without completed fixes."""
     shape = Shape(resolved)
-    bad = shape.bad
-    found = shape.found
+    bad, found, typed = shape.bad, shape.found, shape.typed
     if command == "replay":
-        found = [broken for broken in found if not _replay_does_without(broken)]
+        typed = Shape(_without_unread(resolved)).typed
+        if typed is not None:
+            found = [broken for broken in found if not _replay_does_without(broken)]
         resolved = _with_stored_terms(resolved, terms)
         bad = frozenset(key for key in bad if not key.startswith("reward.terms"))
     view = View(resolved, bad)
@@ -111,7 +125,7 @@ def _audit(
         found = [broken for broken in found if broken.keys != ("rollout.temperature",)]
     order = {rule: index for index, rule in enumerate(RULES)}
     holds = all(RULES[broken.rule].topic != "shape" for broken in found)
-    return shape.typed if holds else None, sorted(found, key=lambda broken: order[broken.rule])
+    return typed if holds else None, sorted(found, key=lambda broken: order[broken.rule])
 
 
 def _audit_pairs(resolved: Mapping[str, Any], command: str, terms: Sequence[str] | None) -> list[tuple[Broken, bool]]:
@@ -136,6 +150,12 @@ def _severity(rule: str, command: str) -> Any:
     return severity
 
 
+def _without_unread(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with something that holds in place of what a replay does not read, so that the rest has a form."""
+    there = {section for section, value in resolved.items() if isinstance(value, Mapping)}
+    return apply(resolved, {key: v for key, v in _UNREAD_BY_REPLAY.items() if key.partition(".")[0] in there})
+
+
 def _replay_does_without(broken: Broken) -> bool:
     """Whether a finding is only a ??? in a part of the config that a replay does not read."""
     left_open = broken.rule == "value_given" and broken.message.endswith("(???).")
@@ -152,6 +172,18 @@ def _with_stored_terms(resolved: Mapping[str, Any], terms: Sequence[str] | None)
     known = weights if isinstance(weights, Mapping) else {}
     stored = [{"name": name, "weight": known.get(name, 1.0)} for name in terms]
     return {**resolved, "reward": {**(reward if isinstance(reward, Mapping) else {}), "terms": stored}}
+
+
+def _of_the_dump(finding: Finding, terms: Sequence[str]) -> Finding:
+    """A finding of a rule about the weight of a stored term, under the key that sets it."""
+    if RULES[finding.rule].topic == "shape":
+        return finding
+
+    def named(text: str) -> str:
+        return re.sub(r"\breward\.terms\.(\d+)\.weight", lambda at: f"replay.weights.{terms[int(at[1])]}", text)
+
+    keys = tuple("replay.weights" if key == "reward.terms" else key for key in finding.keys)
+    return replace(finding, keys=keys, message=named(finding.message), fix=named(finding.fix))
 
 
 def _first_to_change(keys: tuple[str, ...], fix: Mapping[str, Any]) -> tuple[str, ...]:
