@@ -53,6 +53,8 @@ def fix(*overrides: str) -> str:
         ("data.name=parquet", "choice_known"),
         ("trainer.lr=inf", "numbers_finite"),
         ("loss.kl_coef=nan", "numbers_finite"),
+        ("reward.terms.0.weight=-1e200", "numbers_finite"),
+        ("trainer.steps=1" + "0" * 400, "numbers_finite"),
         ("trainer.updates_per_step=0", "counts_in_range"),
         ("run.seed=-1", "counts_in_range"),
         ("eval.samples=0", "counts_in_range"),

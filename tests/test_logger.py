@@ -169,13 +169,14 @@ def test_what_was_not_measured_is_not_shown() -> None:
 
 
 def test_live_display_draws_the_last_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    console = make_console("rich", "demo", 20, 0)
+    console = make_console("rich", "demo [bold]:smile:", 20, 0)
     for step in range(1, 11):
         console.step(step, {"reward": step / 100})
-    console.note("checkpoint written")
+    console.note("checkpoint [written] \x1b[2J:smile:")
     console.close()
     out = capsys.readouterr().out
-    assert "checkpoint written" in out
+    assert "checkpoint [written] \\x1b[2J:smile:" in out
+    assert "[bold]" in out  # a name is no markup
     assert "step 10/20" in out
     assert "0.030" in out
     assert "0.020" not in out  # eight rows

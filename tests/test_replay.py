@@ -229,6 +229,11 @@ def test_what_is_recomputed_or_optional_may_be_missing(field):
         ({"rewards": [1.0]}, "completions[0].rewards is [1.0]; expected an object"),
         ({"text": None}, "completions[0].text is null; expected text"),
         ({"entropies": [0.5]}, "completions[0].entropies has 1 entries; expected 2"),
+        ({"entropies": [-1e-7, -0.5]}, "completions[0].entropies[1] is -0.5; expected 0 or more"),
+        ({"logprobs": [-1.0, -(10**400)]}, "completions[0].logprobs[1] is -1000"),
+        ({"logprobs": [-1.0, -1e300]}, "completions[0].logprobs[1] is -1e+300; expected a finite number (up to 1e+60)"),
+        ({"rewards": {"exact": 10**400}}, 'completions[0].rewards is {"exact": 1000'),
+        ({"rewards": {"exact": 1e308}}, 'completions[0].rewards is {"exact": 1e+308}'),
     ],
 )
 def test_a_bad_value_is_named_with_what_was_expected(fields, told):
@@ -244,6 +249,11 @@ def test_a_group_must_be_an_object(value):
 def test_a_term_that_one_completion_lacks_is_an_error():
     (finding,) = refused([], [group(completion({"a": 1.0, "b": 1.0}), completion({"a": 1.0}))])
     assert "completions[1].rewards.b is missing" in finding.message
+
+
+def test_a_group_twice_is_an_error():
+    (finding,) = refused([], [pair(), {**pair(), "group_id": "1-1"}, pair()])
+    assert 'groups[2]: group_id "1-0" stands in groups[0] already' in finding.message
 
 
 def test_all_mistakes_are_told_at_once():
@@ -281,7 +291,7 @@ def test_a_needed_list_that_is_null_is_an_error(overrides, field):
 
 
 def test_many_mistakes_are_counted():
-    errors = refused(["loss.kl_coef=0.1"], [pair() for _ in range(30)])
+    errors = refused(["loss.kl_coef=0.1"], [{**pair(), "group_id": f"1-{index}"} for index in range(30)])
     assert len(errors) == 21
     assert "and 40 more" in errors[-1].message
 
@@ -415,3 +425,41 @@ def test_a_byte_order_mark_and_crlf_are_fine(tmp_path):
 def test_numbers_too_large_for_a_float_are_refused(dump, capsys):
     assert main(["replay", str(dump(json.dumps(pair()).replace("-1.0", "-1e999", 1)))]) == 2
     assert "expected a finite number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ('{"step": ' + "9" * 5000 + "}", "Exceeds the limit"),
+        ('{"step": 1, "rewards": {"a": 1, "a": 0}}', "the key 'a' stands twice in one object"),
+    ],
+)
+def test_what_json_itself_lets_through_is_refused_by_line(line, told, dump, capsys):
+    path = dump(pair(), line)
+    assert main(["replay", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert f"{path}:2: {told}" in err
+    assert err.count("error: ") == 1
+
+
+def test_a_name_is_shown_as_it_is_and_commands_nothing(dump, capsys):
+    names = ["[/foo]", "[red]x", ":smile:", "a\nb\x1b[2J", "\ud800"]
+    assert main(["replay", str(dump(*[{**pair(), "group_id": name} for name in names]))]) == 0
+    out = capsys.readouterr().out
+    for shown in ("[/foo]", "[red]x", ":smile:", "a b\\x1b[2J", "\\ud800"):
+        assert shown in out
+
+
+def test_a_loss_that_is_no_number_is_shown_as_such(dump, capsys):
+    """exp(1000) overflows: +inf in one group and -inf in the other."""
+    far = [pair(logprobs=[999.0, 999.0], old_logprobs=[-1.0, -1.0])["completions"][1]] * 2
+    groups = [group({**far[0], "rewards": {"exact": reward}}, far[1], group_id=str(reward)) for reward in (1.0, -1.0)]
+    overrides = [TWO_EPOCHS, "loss=reinforce", "loss.correction.mode=mask", "loss.correction.low=0.5"]
+    for one in groups:
+        for each in one["completions"]:
+            each["sampler_logprobs"] = [-999.0, -999.0]
+    assert main(["replay", str(dump(*groups)), *overrides]) == 0
+    assert "loss     nan" in capsys.readouterr().out
+    assert main(["replay", str(dump(*groups)), "--json", *overrides]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] is None

@@ -160,7 +160,7 @@ def f(completions):
 """
 
 
-@pytest.mark.parametrize("value", ["float('inf')", "-float('inf')", "float('nan')"])
+@pytest.mark.parametrize("value", ["float('inf')", "-float('inf')", "float('nan')", "-1e200", "10**400"])
 def test_a06_a_reward_that_is_not_finite_is_an_error_of_that_completion(tmp_path, value):
     term = python_term(tmp_path, STEPWISE.format(value=value))
     groups = [asked("5", *"abc", index=i) for i in range(2)]

@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+LARGEST = 1e60
+"""Rewards, weights and other numbers beyond it are refused where they come in: products of two, and the squares of
+their sums over a step, then stay far inside a float64. What is trained is a float32, which ends at 3e38."""
+
 
 def is_constant(values: Sequence[float]) -> bool:
     """Whether all values are equal, exactly; the deviation of equal floats need not be 0. None at all: yes."""
@@ -26,3 +30,11 @@ def deviation(values: Sequence[float]) -> float:
         return 0.0
     average = mean(values)
     return math.sqrt(math.fsum((value - average) ** 2 for value in values) / (len(values) - 1))
+
+
+def total(values: Sequence[float]) -> float:
+    """Sum, exactly rounded; infinite or NaN, and no error, where that is what the values come to."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # a sum beyond a float, or inf - inf
+        return sum(values)

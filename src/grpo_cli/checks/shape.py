@@ -16,6 +16,7 @@ from grpo_cli.checks.suggest import default_option, suggested_value
 from grpo_cli.data.arithmetic import misfit
 from grpo_cli.options import nearest
 from grpo_cli.schema import Config
+from grpo_cli.stats import LARGEST
 
 CALLABLE_KEYS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 """Keys that would let a config name any code; the rule `no_callables_in_config` reports them."""
@@ -116,6 +117,10 @@ class Shape:
                 self.blame("value_type", key, message, *fixes)
             elif isinstance(value, float) and not math.isfinite(value):
                 self.blame("numbers_finite", key, f"{key}={value} is not a finite number.", *self._suggest(key))
+            elif isinstance(value, int | float) and abs(value) > LARGEST:
+                told = f"{value:.3g}" if isinstance(value, float) else f"a whole number of {value.bit_length()} bits"
+                message = f"{key} is {told}, beyond {LARGEST:g}: its square is no number to compute with."
+                self.blame("numbers_finite", key, message, *self._suggest(key))
             elif isinstance(value, bool | float) and value in choices(key, self.resolved):
                 # Python takes true for 1, and pydantic with it.
                 message = f"{key}={render(value)} is {_describe(value)}; it must be a whole number."
@@ -337,8 +342,8 @@ declare(
 )  # fmt: skip
 declare(
     "numbers_finite", "error", TOPIC, "config",
-    why="""A number is nan or infinite. Every comparison with nan is false, so range checks and filters would pass
-    silently. Write a finite number.""",
+    why="""A number is nan, infinite or beyond 1e60. Every comparison with nan is false, so range checks and filters
+    would pass silently; squares of huge numbers overflow. Write a finite number.""",
 )  # fmt: skip
 declare(
     "interpolation_resolves", "error", TOPIC, "compose",

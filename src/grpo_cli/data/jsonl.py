@@ -79,7 +79,8 @@ def open_regular(path: Path) -> Any:
     return file
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object hook for `json`: ValueError where a key stands twice, of which Python would keep the last."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
@@ -92,14 +93,14 @@ def _constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=_constant)
 
 
 def decode_object(line: bytes, parse_float: Any = None) -> dict[str, Any]:
     """The JSON object of one line; ValueError with the reason for anything else, NaN and lone surrogates included."""
     decoder = _DECODER
     if parse_float is not None:
-        decoder = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_float=parse_float)
+        decoder = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=_constant, parse_float=parse_float)
     try:
         found = decoder.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from grpo_cli.data.jsonl import unique_keys
 from grpo_cli.errors import ConfigError, Finding
+from grpo_cli.stats import LARGEST
 from grpo_cli.types import Completion, Group, Prompt
 
 RULE = "replay_file_valid"
@@ -18,6 +19,9 @@ MAX_FINDINGS = 20
 
 LOGPROB_FIELDS = ("logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs")
 TOKEN_FIELDS = (*LOGPROB_FIELDS, "entropies")
+
+LOWEST = {"entropies": -1e-3}
+"""Field -> least value of a token; an entropy of 0 may be rounded to less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,8 @@ def read_file(path: Path) -> list[Row]:
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             if text.strip(" \t\r\n"):  # what JSON calls blank; Python strips control characters too
-                rows.append(Row(f"{path}:{number}", json.loads(text, parse_constant=_refuse)))
-        except ValueError as error:
+                rows.append(Row(f"{path}:{number}", _DECODER.decode(text)))
+        except (ValueError, RecursionError) as error:
             findings.append(_finding(f"{path}:{number}: {_reason(error)}; expected one JSON object a line."))
     if not rows and not findings:
         findings.append(_finding(f"{path} holds no group; expected one JSON object a line."))
@@ -57,7 +61,7 @@ def parse_groups(rows: list[Row]) -> list[Group]:
     """
     findings = [_finding(f"{row.where}: {problem}.") for row in rows for problem in _problems(row.value)]
     if not findings:
-        findings = _uneven_terms(rows)
+        findings = _repeated_ids(rows) + _uneven_terms(rows)
     raise_findings(findings)
     return [_group(row.value) for row in rows]
 
@@ -79,9 +83,14 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a finite number")
 
 
-def _reason(error: ValueError) -> str:
+_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=_refuse)
+
+
+def _reason(error: ValueError | RecursionError) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} in column {error.colno}"
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
     return "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
@@ -93,7 +102,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def _is_ids(value: Any) -> bool:
@@ -118,7 +127,7 @@ _COMPLETION_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "text": (lambda value: isinstance(value, str), "text"),
     "token_ids": (_is_ids, "a list of token ids"),
     "finish_reason": (lambda value: value in ("stop", "length"), "stop or length"),
-    "rewards": (_is_rewards, "an object of term names and finite numbers or null"),
+    "rewards": (_is_rewards, f"an object of term names and finite numbers (up to {LARGEST:g}) or null"),
 }
 
 
@@ -162,13 +171,29 @@ def _list_problems(completion: dict, field: str) -> Iterator[str]:
                 yield f"{field}.{name} has {len(values)} entries; expected {length}, one a token of token_ids"
             for index, value in enumerate(values):
                 if not _is_number(value):
-                    yield f"{field}.{name}[{index}] is {_shown(value)}; expected a finite number"
+                    yield f"{field}.{name}[{index}] is {_shown(value)}; expected a finite number (up to {LARGEST:g})"
+                    break
+                if value < LOWEST.get(name, -LARGEST):
+                    yield f"{field}.{name}[{index}] is {_shown(value)}; expected 0 or more"
                     break
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except (ValueError, TypeError, RecursionError):  # a number or nesting beyond JSON, or no JSON value at all
+        return f"a {type(value).__name__}"
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _repeated_ids(rows: list[Row]) -> list[Finding]:
+    """Groups that were read before: each would count twice."""
+    first: dict[str, str] = {}
+    return [
+        _finding(f"{row.where}: group_id {_shown(row.value['group_id'])} stands in {where} already.")
+        for row in rows
+        if (where := first.setdefault(row.value["group_id"], row.where)) != row.where
+    ]
 
 
 def _uneven_terms(rows: list[Row]) -> list[Finding]:

@@ -24,6 +24,7 @@ from grpo_cli.passes import decide_passes
 from grpo_cli.replay.dump import FIX, RULE, Row, parse_groups, raise_findings, read_file, term_names
 from grpo_cli.schema import Config
 from grpo_cli.shaping import shape
+from grpo_cli.stats import total
 from grpo_cli.terminal.parser import Parser, show
 from grpo_cli.terminal.usage import composition
 from grpo_cli.types import Completion, Group
@@ -103,7 +104,7 @@ def run(overrides: Sequence[str], rows: list[Row], config_dir: Path | None = Non
     batches = [_batch(group, cfg) for group in groups]
     metrics = prepare([[batch.tokens for batch in batches]], cfg, lambda tensor: tensor)
     results, measures = _differentiate(groups, batches, cfg)
-    loss = math.fsum(result.loss for result in results)
+    loss = total([result.loss for result in results])
     return Replayed(
         groups=results,
         per_token=cfg.whitens_advantage,

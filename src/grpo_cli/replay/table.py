@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_cli.replay.recompute import GroupResult, Replayed
+from grpo_cli.stats import total
+from grpo_cli.terminal.parser import one_line
 
 MAX_ADVANTAGES = 8
 PIPED_WIDTH = 120
@@ -17,7 +19,7 @@ PIPED_WIDTH = 120
 def print_table(replayed: Replayed, console: Console | None = None) -> None:
     """Prints the replay to `console`, standard output unless given."""
     if console is None:
-        console = Console(highlight=False)
+        console = Console(highlight=False, markup=False, emoji=False)  # a name is no command to the terminal
         if not console.is_terminal:
             console.width = PIPED_WIDTH
     table = Table("group", "reward", "dropped", "advantages", "clipped", "loss", box=None, pad_edge=False)
@@ -35,7 +37,7 @@ def summary(replayed: Replayed) -> str:
     reasons = Counter(result.group.dropped for result in replayed.groups if result.group.dropped)
     kept = sum(not result.group.dropped for result in replayed.groups)
     told = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())) or "none"
-    norm = math.sqrt(math.fsum(g * g for result in replayed.groups for row in result.token_grad for g in row))
+    norm = math.sqrt(total([g * g for result in replayed.groups for row in result.token_grad for g in row]))
     lines = [
         f"groups   {kept} trained, {sum(reasons.values())} dropped ({told})",
         f"tokens   {replayed.metrics['loss/tokens_count']:.0f} trained",
@@ -62,7 +64,7 @@ def _why(replayed: Replayed, kept: int, norm: float) -> str:
 def _row(result: GroupResult, per_token: bool) -> list[str]:
     group = result.group
     return [
-        group.group_id,
+        one_line(group.group_id),
         _rewards([completion.reward for completion in group.completions]),
         group.dropped or "",
         "" if group.dropped else _advantages(result, per_token),
@@ -82,7 +84,7 @@ def _rewards(rewards: list[float | None]) -> str:
 def _advantages(result: GroupResult, per_token: bool) -> str:
     """The advantages of a few completions one by one, of many their range; for per-token ones the mean of each."""
     if per_token:
-        values = [math.fsum(row) / len(row) if row else 0.0 for row in result.token_advantages]
+        values = [total(row) / len(row) if row else 0.0 for row in result.token_advantages]
     else:
         values = [completion.advantage or 0.0 for completion in result.group.completions]
     if len(values) > MAX_ADVANTAGES:

@@ -1,8 +1,9 @@
 """Rewards: every completion gets the value of every term, or None where a term could not score it.
 
 A grader that fails is never a wrong answer. What a term cannot score is None; an exception, or a value that is not
-finite, ends the run (`reward.on_error=abort`) or is None and counted (`unscored`); a time-out is None and counted,
-always; a function that returns the wrong number or type of values has broken its contract, which ends the run, always.
+finite or beyond 1e60, ends the run (`reward.on_error=abort`) or is None and counted (`unscored`); a time-out is None
+and counted, always; a function that returns the wrong number or type of values has broken its contract, which ends the
+run, always.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from grpo_cli.reward.pool import Failure
 from grpo_cli.reward.terms import Batched, InPlace, Outcome, PerCompletion, make_term
 from grpo_cli.schema import Config
 from grpo_cli.shaping import shape
+from grpo_cli.stats import LARGEST
 from grpo_cli.types import Group
 
 logger = logging.getLogger(__name__)
@@ -78,8 +79,9 @@ class Scorer:
         if isinstance(outcome, Failure):
             self._failed(name, group, index, outcome)
             return None
-        if outcome is not None and not isfinite(outcome):
-            self._failed(name, group, index, Failure("error", f"returned {outcome}"))
+        if outcome is not None and not abs(outcome) <= LARGEST:  # NaN is beyond everything
+            beyond = f", beyond {LARGEST:g}" if isfinite(outcome) else ""
+            self._failed(name, group, index, Failure("error", f"returned {outcome}{beyond}"))
             return None
         return outcome
 

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from grpo_cli.terminal.parser import one_line
+
 _RECENT = 8
 """Steps that the live table shows, and over which the time left is averaged."""
 
@@ -106,7 +108,7 @@ class Plain:
         self._print("  ".join([*parts, f"left {duration(self._clock.seconds_left(step))}"]))
 
     def note(self, text: str) -> None:
-        self._print(text)
+        self._print(one_line(text))
 
     def close(self) -> None:
         """Nothing to put away."""
@@ -128,7 +130,9 @@ class Live:
         self._clock = clock
         self._step = clock.start
         self._rows: deque[tuple[int, dict[str, str]]] = deque(maxlen=_RECENT)
-        self._live = RichLive(console=RichConsole(), refresh_per_second=2, get_renderable=self._render)
+        self._live = RichLive(
+            console=RichConsole(markup=False, emoji=False), refresh_per_second=2, get_renderable=self._render
+        )
         self._live.start()
 
     def step(self, step: int, row: Mapping[str, Any]) -> None:
@@ -140,7 +144,7 @@ class Live:
 
     def note(self, text: str) -> None:
         with contextlib.suppress(OSError):
-            self._live.console.print(text, markup=False, highlight=False)
+            self._live.console.print(one_line(text), highlight=False)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
