@@ -300,6 +300,12 @@ def test_sapo_gradient():
     assert not [key for key in metrics if key.startswith("clip_frac")]
 
 
+def test_sapo_in_float64_takes_tau_as_it_is_given():
+    """At r = 1 the gate is 1/2 and the value -2 A / tau; a tau of float32 would be off by 5e-8."""
+    loss, _, _ = loss_and_grad(make_tokens([1], [-1.0], old_T=[-1.0]), [-1.0], surrogate_config("sapo"))
+    assert loss == pytest.approx(2 / 1.05, rel=1e-15)
+
+
 def test_reinforce_gradient():
     loss, grad, metrics = loss_and_grad(make_tokens([3, 2], list(A)), LP, make_config("loss=reinforce"))
     assert grad == pytest.approx([-A[0] * W] * 3 + [-A[1] * W] * 2)

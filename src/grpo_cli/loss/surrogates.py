@@ -88,7 +88,10 @@ def sapo(inputs: Inputs, loss: Loss) -> Surrogate:
     """-(4/tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate instead of a clip (arXiv 2511.20347)."""
     advantage_T = inputs.advantage_T
     ratio_T = importance_ratio(inputs, "token")
-    tau_T = torch.where(advantage_T > 0, loss.tau_pos, loss.tau_neg).to(ratio_T.dtype)  # type: ignore[arg-type]
+    assert loss.tau_pos is not None, "rule sapo_taus_positive"
+    assert loss.tau_neg is not None, "rule sapo_taus_positive"
+    # Of tensors: of two plain numbers torch makes float32, whatever the ratio is.
+    tau_T = torch.where(advantage_T > 0, ratio_T.new_tensor(loss.tau_pos), ratio_T.new_tensor(loss.tau_neg))
     return Surrogate(-4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * advantage_T, ratio_T, {})
 
 
