@@ -285,6 +285,15 @@ def test_i14_the_same_command_goes_on_and_another_directory_says_where_it_looked
 # I12: a run directory is all that a restart needs
 
 
+def test_e06_a_step_that_was_not_finite_is_not_an_empty_one(tmp_path):
+    """1e39 is no float32: the update is refused. `filter.max_empty_steps` counts steps with nothing to train on."""
+    terms = r'reward.terms=[{name: regex, weight: 1e39, pattern: "\d"}]'
+    guards = ["filter=none", "filter.max_empty_steps=1", "trainer.steps=1", "trainer.max_nonfinite_steps=2"]
+    assert train(tmp_path, terms, "advantage=dr_grpo", *guards) == 0
+    (row,) = metrics(tmp_path)
+    assert (row["updates/nonfinite_count"], row["updates/applied_count"]) == (1, 0)
+
+
 def test_i12_a_run_goes_on_from_its_directory_wherever_it_is_called(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "elsewhere").mkdir()

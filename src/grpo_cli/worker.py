@@ -74,7 +74,8 @@ def train(run: Run, done: int) -> str:
             stats |= held_out(run, step)
         finally:  # also where the sync check ends the run
             record(run, step, groups, groups.metrics | stats)
-        trained = stats["updates/applied_count"] > 0
+        # An update that was refused as not finite had something to train on: that has a guard of its own.
+        trained = stats["updates/applied_count"] + stats["updates/nonfinite_count"] > 0
         run.filter.end_step(groups.kept, groups.dropped, trained)
         run.policy.raise_if_nonfinite(step)
         save_or_stop(run, step)
