@@ -166,8 +166,8 @@ def test_a_signal_on_one_rank_ends_the_evaluation_on_all(rank):
 
 def test_due_before_during_and_after():
     cfg = config("trainer.eval_every=4")
-    assert [step for step in range(11) if due(cfg, step, last_step=10)] == [0, 4, 8, 10]
-    assert not any(due(config("trainer.eval_every=null"), step, last_step=10) for step in range(11))
+    assert [step for step in range(11) if due(cfg, step, is_last=step == 10)] == [0, 4, 8, 10]
+    assert not any(due(config("trainer.eval_every=null"), step, is_last=step == 10) for step in range(11))
 
 
 def test_headline_says_how():

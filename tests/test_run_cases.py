@@ -139,6 +139,16 @@ def test_e06_an_empty_step_counts_and_leaves_the_rate_alone(gap, tmp_path):
     assert not [key for key in empty if key.startswith(("loss", "ratio/", "kl", "grad_norm"))]
 
 
+def test_the_last_step_is_evaluated_and_saved_where_drops_decide_which_it_is(tmp_path):
+    """Step 1 takes all prompts, in two rounds, and carries one group; step 2 trains that one, and is the last."""
+    given = [*rows(tmp_path, 1, 0, 1, 1), "filter=dynamic_sampling", "filter.max_rounds=2", "filter.surplus=carry"]
+    often = [f"data.eval={tmp_path / 'rows.jsonl'}", "trainer.eval_every=50", "trainer.save_every=50"]
+    assert train(tmp_path / "run", *given, *often) == 0
+    evaluated = {row["step"]: "eval/reward" in row for row in metrics(tmp_path / "run")}
+    assert evaluated == {0: True, 1: False, 2: True}
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000002"]
+
+
 def test_g09_the_tail_is_trained_and_every_prompt_has_its_fate(gap):
     found = [(group["prompt_id"], group["dropped"]) for group in groups(gap)]
     assert found == [

@@ -79,10 +79,10 @@ def table(cfg: Config, metrics: dict[str, float]) -> str:
     return "\n".join([headline(cfg, metrics) + f": {cfg.model.path}", *lines])
 
 
-def due(cfg: Config, step: int, last_step: int | None) -> bool:
+def due(cfg: Config, step: int, is_last: bool) -> bool:
     """Whether the policy is evaluated after `step` steps: before the first, every `eval_every`, after the last."""
     every = cfg.trainer.eval_every
-    return every is not None and (step % every == 0 or step == last_step)
+    return every is not None and (step % every == 0 or is_last)
 
 
 def evaluate(

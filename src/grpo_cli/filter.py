@@ -76,6 +76,11 @@ class Filter:
         """Whether a step may generate more than once, so that steps and prompts are not proportional."""
         return self.settings.max_rounds is not None
 
+    @property
+    def carries(self) -> bool:
+        """Whether groups wait for the next step."""
+        return bool(self._carried)
+
     def split(self, groups: list[Group]) -> tuple[list[Group], list[Group]]:
         """Kept and dropped groups, both in the order of `groups`; sets `group.dropped` on every one."""
         for group in groups:

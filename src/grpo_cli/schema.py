@@ -383,11 +383,11 @@ class Trainer(Section):
     rdzv_endpoint: str | None
     """HOST:PORT where the nodes meet; null on one node."""
     save_every: int | None
-    """Steps between checkpoints; null is never."""
+    """Steps between checkpoints; one more follows the last step. Null is never."""
     keep_checkpoints: int | None
     """Newest checkpoints that are kept; null is all."""
     eval_every: int | None
-    """Steps between evaluations; null is never."""
+    """Steps between evaluations; one more follows the last step. Null is never."""
     resume: str
     """auto (newest complete checkpoint of run.dir), never, or the path of one."""
     max_nonfinite_steps: int

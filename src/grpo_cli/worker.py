@@ -61,6 +61,7 @@ def train(run: Run, done: int) -> str:
         groups = generate(run, step)
         if groups is None:
             return f"Every prompt of trainer.epochs={run.cfg.trainer.epochs} was used, in {step - 1} steps."
+        is_last = step == run.last_step or (run.last_step is None and run.source.spent())
         stop.rank_file.beat(step, "update")
         advantage.assign(groups.kept, run.cfg)
         batch = pack(groups.kept, run.cfg, run.ranks)
@@ -71,14 +72,14 @@ def train(run: Run, done: int) -> str:
         stop.rank_file.beat(step, "weight sync")
         try:
             stats |= run.source.sync(run.policy, step)
-            stats |= held_out(run, step)
+            stats |= held_out(run, step, is_last)
         finally:  # also where the sync check ends the run
             record(run, step, groups, groups.metrics | stats)
         # An update that was refused as not finite had something to train on: that has a guard of its own.
         trained = stats["updates/applied_count"] + stats["updates/nonfinite_count"] > 0
         run.filter.end_step(groups.kept, groups.dropped, trained)
         run.policy.raise_if_nonfinite(step)
-        save_or_stop(run, step)
+        save_or_stop(run, step, is_last)
     return f"All {run.last_step} steps are done."
 
 
@@ -93,9 +94,9 @@ def generate(run: Run, step: int) -> StepGroups | None:
         raise SignalStop(stop_signal(run)) from None
 
 
-def held_out(run: Run, step: int) -> dict[str, float]:
+def held_out(run: Run, step: int, is_last: bool) -> dict[str, float]:
     """Accuracy on the held-out prompts after `step` steps, where it is due; a signal skips it."""
-    if not evaluate.due(run.cfg, step, run.last_step):
+    if not evaluate.due(run.cfg, step, is_last):
         return {}
     stop.rank_file.beat(step, "evaluation")
     prompts = run.data.eval_prompts(run.cfg.eval.limit)
@@ -117,10 +118,10 @@ def record(run: Run, step: int, groups: StepGroups, metrics: dict[str, float]) -
     run.logger.log(step, metrics)
 
 
-def save_or_stop(run: Run, step: int) -> None:
+def save_or_stop(run: Run, step: int, is_last: bool) -> None:
     """A checkpoint where it is due; where any rank was told to stop, a checkpoint and the end."""
     signum = stop_signal(run)
-    if signum or checkpoint.due(run.cfg, step, run.last_step):
+    if signum or checkpoint.due(run.cfg, step, is_last):
         save(run, step, run.source.state())
     if signum:
         raise SignalStop(signum)
@@ -172,7 +173,7 @@ def start_to_end(run: Run, done: int) -> str:
         run.logger.note(note)
     stop.rank_file.beat(done, "first weight sync")
     run.source.sync(run.policy, done)
-    if done == 0 and (before := held_out(run, 0)):
+    if done == 0 and (before := held_out(run, 0, is_last=False)):
         run.logger.log(0, before)
     run.ranks.barrier()
     stop.arm()

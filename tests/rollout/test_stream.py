@@ -33,6 +33,10 @@ class Data:
     def __init__(self, size: int):
         self.size, self.cursor = size, 0
 
+    @property
+    def spent(self):
+        return self.cursor >= self.size
+
     def next(self, count):
         stop = min(self.cursor + count, self.size)
         prompts = [Prompt(f"p{index}", "text", [index], None) for index in range(self.cursor, stop)]
@@ -242,7 +246,9 @@ def test_the_tail_of_the_data_is_used_and_then_the_source_ends():
     source = source_of(Rollout(), Data(3))
     source.sync(None, 0)
     assert ids(source.step(1).kept) == ["p0", "p1"]
+    assert not source.spent()
     assert ids(source.step(2).kept) == ["p2"]
+    assert source.spent()
     assert source.step(3) is None
     source.close()
 

@@ -37,10 +37,10 @@ LEDGER = "ledger.jsonl"
 _ASIDE = ".aside_"
 
 
-def due(cfg: Config, step: int, last_step: int | None) -> bool:
+def due(cfg: Config, step: int, is_last: bool) -> bool:
     """Whether a checkpoint follows step `step`: every `trainer.save_every` steps, and after the last."""
     every = cfg.trainer.save_every
-    return every is not None and (step % every == 0 or step == last_step)
+    return every is not None and (step % every == 0 or is_last)
 
 
 # -- saving ----------------------------------------------------------------------------------------------

@@ -55,6 +55,11 @@ class Data:
         """Prompts of the whole stream: rows x `trainer.epochs`; None when the steps are what is counted."""
         return None if self._epochs is None else self._epochs * self.train_rows
 
+    @property
+    def spent(self) -> bool:
+        """Whether `next` has nothing more to give."""
+        return self.total is not None and self._consumed >= self.total
+
     def next(self, count: int) -> list[Prompt]:
         """The next `count` prompts; fewer, in the end none, only where the last epoch ends."""
         if self.total is not None:

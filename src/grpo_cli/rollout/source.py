@@ -62,6 +62,9 @@ class GroupSource(Protocol):
     def step(self, step: int) -> StepGroups | None:
         """Groups of this step, identical on every rank; None when no prompt is left."""
 
+    def spent(self) -> bool:
+        """Whether no step is left after this one: every prompt was given out, and nothing waits."""
+
     def sync(self, policy: Any, version: int) -> dict[str, float]:
         """`Rollout.sync` between two generations, or in the middle of one."""
 
@@ -150,6 +153,9 @@ class SyncSource:
             for key, value in measured.items():
                 slowest[key] = max(value, slowest.get(key, value))
         return slowest
+
+    def spent(self) -> bool:
+        return self._data.spent and not self._filter.carries
 
     def sync(self, policy: Any, version: int) -> dict[str, float]:
         self._version = version

@@ -183,6 +183,11 @@ class AsyncSource:
             raise RunError(f"The generating task failed.\n{stack}") from told
         return told
 
+    def spent(self) -> bool:
+        """See `GroupSource.spent`: what is under way counts as waiting, since it may yet have a signal."""
+        mine = self._rollout.client.wait(self._all_taken()) if self._ranks.first else None
+        return self._ranks.gather(mine)[0]
+
     def sync(self, policy: Any, version: int) -> dict[str, float]:
         """See `Rollout.sync`; the first call also starts generation."""
         metrics = self._rollout.sync(policy, version)
@@ -295,6 +300,10 @@ class AsyncSource:
             measured["rollout/overlap"] = min(1.0, max(0.0, 1.0 - wait_s / active_s))
         self._counts, self._tokens, self._since = {}, 0, now
         return measured
+
+    async def _all_taken(self) -> bool:
+        assert self._producer is not None, "sync comes before the first step"
+        return self._data.spent and not self._producer.pending() and not self._again
 
     async def _async_snapshot(self) -> dict[str, Any]:
         return self._snapshot()
