@@ -212,6 +212,14 @@ def test_plan_prints_passes_memory_and_what_a_warning_changes(capsys):
     assert "derived.updates_per_step: 2 ->" in out
 
 
+def test_what_a_warning_changes_is_told_also_where_its_fix_explains_itself(capsys):
+    """The fix reads: loss.kl_estimator=k2 (gradient of KL to the reference), or loss.kl_estimator=k3 (...)."""
+    assert plan.main(["--json", "+experiment=smoke", "loss.kl_estimator=k1", "loss.kl_coef=0.01"]) == 0
+    [warning] = [w for w in json.loads(capsys.readouterr().out)["warnings"] if w["rule"] == "loss_kl_needs_k2_or_k3"]
+    assert "(" in warning["fix"].split(", or ")[0]
+    assert warning["would_change"] == {"loss.kl_estimator": ["k1", "k2"]}
+
+
 def test_plan_as_json(capsys):
     assert plan.main(["--json", "+experiment=smoke", "trainer.save_every=50", "trainer.keep_checkpoints=1"]) == 0
     printed = json.loads(capsys.readouterr().out)

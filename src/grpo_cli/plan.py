@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_cli.checks.overrides import read_first
 from grpo_cli.compose import Loaded, load
 from grpo_cli.errors import EXIT_OK, EXIT_USAGE, Finding
 from grpo_cli.memory import estimate
@@ -128,7 +128,7 @@ def as_json(loaded: Loaded, config_dir: Path | None) -> dict[str, Any]:
 def would_change(warning: Finding, loaded: Loaded, config_dir: Path | None) -> dict[str, list[Any]] | None:
     """What following a warning changes: key or derived number -> [now, then]; None where the fix is no override."""
     try:
-        fix = shlex.split(warning.fix.split(", or ")[0].rstrip("."))
+        fix = read_first(warning.fix)
     except ValueError:
         return None
     if loaded.config is None or not fix or not all("=" in word for word in fix):
