@@ -42,6 +42,7 @@ SOURCE = str(Path(completion.__file__).resolve().parents[2])
         ("grpo replay ru", []),
         ("grpo replay a.jsonl ru", ["run."]),
         ("grpo train 'open", []),
+        ("grpo validate --explain lr_pos", ["lr_positive "]),
         ("grpo", []),
     ],
 )

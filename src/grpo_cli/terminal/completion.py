@@ -78,7 +78,11 @@ def candidates(line: str) -> list[str]:
     command, before = words[1], words[2:-1]
     if word.startswith("-"):
         return [f"{flag} " for flag in FLAGS.get(command, ()) if flag.startswith(word)]
-    if command not in _CONFIGURED or before[-1:] in (["--config-dir"], ["--explain"]):
+    if command == "validate" and before[-1:] == ["--explain"]:
+        from grpo_cli.checks import RULES
+
+        return [f"{rule} " for rule in RULES if rule.startswith(word)]
+    if command not in _CONFIGURED or before[-1:] == ["--config-dir"]:
         return []
     if command == "replay" and all("=" in word or word.startswith("-") for word in before):
         return []  # its file comes first
