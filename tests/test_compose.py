@@ -63,13 +63,16 @@ def test_every_option_of_every_base_group_composes():
         ("~loss", "group_present", "loss", "loss=ppo_clip"),
         ("loss=[gspo,dapo]", "config_composes", "loss", "loss=gspo"),
         ("loss@trainer=gspo", "config_composes", "loss", "loss=gspo"),
-        ("~trainer.lrr", "key_known", "trainer.lrr", "~trainer.lr"),
+        ("~trainer.lrr", "key_known", "trainer.lrr", "remove ~trainer.lrr"),
         ("hydra.run.dir=x", "key_known", "hydra.run.dir", "run.dir=x"),
         ("smoke", "override_parses", "smoke", "experiment=smoke"),
         ("run.name=${oc.env:GRPO_NOPE}", "interpolation_resolves", "run.name", "run.name=grpo"),
         ("run.name=${nokey.y}", "interpolation_resolves", "run.name", "run.name=grpo"),
         ("run.name=${run.name}", "interpolation_resolves", "run.name", "run.name=grpo"),
         ("rollout.num_generations=2,4", "override_parses", "rollout.num_generations", "-m rollout.num_generations=2,4"),
+        ("loss=gspo,", "override_parses", "loss", "loss=gspo"),
+        ("loss=gspo,,dapo,", "override_parses", "loss", "-m loss=gspo,dapo"),
+        ("trainer.lr=1e-3,", "override_parses", "trainer.lr", "trainer.lr=1e-3"),
     ],
 )
 def test_a_mistake_has_its_rule_key_and_fix(override, rule, key, fix):
@@ -77,7 +80,7 @@ def test_a_mistake_has_its_rule_key_and_fix(override, rule, key, fix):
     assert rules(composed) == [(rule, key)]
     first = composed.findings[0].fix.split(", or ")[0]
     assert first == fix
-    if not fix.startswith(("-m", "~")):
+    if not fix.startswith(("-m", "remove ")):
         assert compose([first]).findings == []
 
 
@@ -111,9 +114,37 @@ def test_characters_that_work_bare():
     assert compose(["data.train=a|b%c@d"]).config["data"]["train"] == "a|b%c@d"
 
 
-def test_a_list_is_quoted_by_element():
-    bare = compose(["rollout.stop=[\\boxed{1}, #]"])
-    assert compose(shlex.split(bare.findings[0].fix)).config["rollout"]["stop"] == ["\\boxed{1}", "#"]
+@pytest.mark.parametrize(
+    ("bare", "expected"),
+    [
+        ("rollout.stop=[\\boxed{1}, #]", ["\\boxed{1}", "#"]),
+        ("rollout.stop=[a, ]", ["a"]),
+        (
+            "reward.terms=[{name: regex, weight: 1.0, pattern: (\\d+)}, {name: exact, weight: 0.5}]",
+            [{"name": "regex", "weight": 1.0, "pattern": "(\\d+)"}, {"name": "exact", "weight": 0.5}],
+        ),
+    ],
+)
+def test_in_lists_and_groups_of_keys_only_what_needs_quotes_gets_them(bare, expected):
+    section, _, key = bare.partition("=")[0].partition(".")
+    [finding] = compose([bare]).findings
+    assert compose(shlex.split(finding.fix)).config[section][key] == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        (
+            "data.system_prompt=A number, please",
+            "'data.system_prompt=\"A number, please\"', or -m 'data.system_prompt=A number, please'",
+        ),
+        ("model.path=a,b", "-m model.path=a,b, or 'model.path=\"a,b\"'"),
+        ("rollout.stop=a,b", "-m rollout.stop=a,b, or 'rollout.stop=[a,b]'"),
+        ("trainer.lr=1,2", "-m trainer.lr=1,2"),
+    ],
+)
+def test_values_with_a_comma_are_a_sweep_a_list_or_a_text_as_the_key_takes_them(override, fix):
+    assert [finding.fix for finding in compose([override]).findings] == [fix]
 
 
 @pytest.mark.parametrize("pair", [["experiment=smoke", "+experiment=grpo"], ["+experiment=smoke", "+experiment=smoke"]])

@@ -11,13 +11,14 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from shlex import quote
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_cli.checks.keys import annotation_of
 from grpo_cli.errors import Finding
 from grpo_cli.options import Groups, nearest
 
@@ -89,9 +90,14 @@ def parse(argument: str, parser: OverridesParser, result: Overrides, groups: Gro
             "override_parses", argument, f"{argument}: an override is KEY=VALUE.", _whole_override(argument, groups)
         )
         return None
-    quoted = f"{raw_key}={_quoted(value)}"
+    quoted = f"{raw_key}={_quoted(value, parser)}"
     message = f"{argument} is not in the override grammar ({reason}); with the value quoted it is: {quoted}"
-    result.blame("override_parses", key, message, quote(quoted))
+    fixes = [quote(quoted)]
+    if (without := _without_stray_commas(argument, parser)) is not None:
+        message = f"{argument} is not in the override grammar ({reason}); without the stray comma it is: {without}"
+        sweep = "-m " * parser.parse_override(without).is_sweep_override()
+        fixes = [sweep + quote(without)] + fixes * _takes(key, str)
+    result.blame("override_parses", key, message, ", or ".join(fixes))
     return None
 
 
@@ -106,11 +112,56 @@ def _whole_override(argument: str, groups: Groups) -> str:
     return f"{word or 'KEY'}=VALUE"
 
 
-def _quoted(value: str) -> str:
-    """The value in double quotes as the grammar wants them; of a list in brackets, each of its elements."""
+def _parses(argument: str, parser: OverridesParser) -> bool:
+    try:
+        return bool(parser.parse_override(argument).key_or_group)
+    except (HydraException, OmegaConfBaseException, ValueError):
+        return False
+
+
+def _without_stray_commas(argument: str, parser: OverridesParser) -> str | None:
+    """`loss=gspo` of `loss=gspo,`; None where it is no comma without a value that is wrong, or not it alone."""
+    key, _, value = argument.partition("=")
+    without = f"{key}={','.join(part for part in value.split(',') if part.strip())}"
+    return without if without != argument and without[-1] != "=" and _parses(without, parser) else None
+
+
+def _takes(key: str, kind: type) -> bool:
+    """Whether values of a key may be of this type."""
+    annotation = annotation_of(key, {})
+    return any(kind in (option, get_origin(option)) for option in (annotation, *get_args(annotation)))
+
+
+def _quoted(value: str, parser: OverridesParser) -> str:
+    """The value in double quotes as the grammar wants them; of lists and groups of keys, what needs them in there."""
+    inner = value[1:-1]
     if value.startswith("[") and value.endswith("]"):
-        return "[" + ",".join(_quoted_text(element.strip()) for element in value[1:-1].split(",")) + "]"
-    return _quoted_text(value)
+        quoted = "[" + ",".join(_quoted_part(part, parser) for part in _parts(inner) if part.strip()) + "]"
+    elif value.startswith("{") and value.endswith("}"):
+        pairs = (part.partition(":") for part in _parts(inner) if part.strip())
+        quoted = "{" + ",".join(f"{name.strip()}:{_quoted_part(child, parser)}" for name, _, child in pairs) + "}"
+    else:
+        return _quoted_text(value)
+    return quoted if _parses(f"key={quoted}", parser) else _quoted_text(value)
+
+
+def _quoted_part(part: str, parser: OverridesParser) -> str:
+    part = part.strip()
+    return part if _parses(f"key={part}", parser) else _quoted(part, parser)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """What stands between the commas of a text that lie in no bracket and no quotes."""
+    depth, mark, begin = 0, "", 0
+    for place, sign in enumerate(text):
+        if mark or sign in "'\"":
+            mark = "" if sign == mark else mark or sign
+        elif sign in "[]{}":
+            depth += 1 if sign in "[{" else -1
+        elif sign == "," and depth <= 0:
+            yield text[begin:place]
+            begin = place + 1
+    yield text[begin:]
 
 
 def _quoted_text(text: str) -> str:
@@ -120,13 +171,21 @@ def _quoted_text(text: str) -> str:
 
 
 def _blame_sweep(override: Override, result: Overrides, groups: Groups) -> None:
-    key, argument, value = override.get_key_element(), override.input_line, override.get_value_string()
+    key, argument, value = override.get_key_element(), str(override.input_line), override.get_value_string()
     message = f"{argument} is ambiguous: several values are a sweep, which needs -m"
-    fix = f"-m {quote(str(argument))}"
-    if override.key_or_group not in groups.options and override.is_choice_sweep() and "(" not in value:
-        message += f"; a list is written {key}=[{value}]"
-        fix += f", or {quote(f'{key}=[{value}]')}"
-    result.blame("override_parses", override.key_or_group, f"{message}.", fix)
+    fixes = [f"-m {quote(argument)}"]
+    plain_key = override.key_or_group
+    if plain_key not in groups.options and override.is_choice_sweep() and "(" not in value:
+        known = annotation_of(plain_key, {}) is not None
+        if _takes(plain_key, list) or not known:
+            message += f"; a list is written {key}=[{value}]"
+            fixes.append(quote(f"{key}=[{value}]"))
+        if _takes(plain_key, str):
+            text = f"{key}={_quoted_text(argument.partition('=')[2])}"
+            message += f"; a text with a comma is written {text}"
+            # A blank behind the comma is how people write, not how they list values.
+            fixes.insert(0 if ", " in argument else 1, quote(text))
+    result.blame("override_parses", plain_key, f"{message}.", ", or ".join(fixes))
 
 
 def _check_hydra_key(override: Override, result: Overrides) -> None:
