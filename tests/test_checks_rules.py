@@ -83,6 +83,26 @@ def test_fix_of_an_odd_form_is_taken_by_the_composition_itself(rule):
     assert rule not in {finding.rule for finding in check(composed.config)[1]}
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [
+            "loss=gspo",
+            "trainer.nproc_per_node=64",
+        ],  # two updates of 32 sequences feed 32 processes
+        ["loss=sapo", "trainer.prompts_per_step=3", "rollout.num_generations=3"],  # nine sequences have no halves
+    ],
+)
+def test_no_two_fixes_undo_each_other(overrides):
+    config = config_of(overrides)
+    for _ in range(3):
+        _, findings = check(config)
+        if not findings:
+            return
+        config = with_values(config, read_first(findings[0].fix))
+    pytest.fail(str(findings))
+
+
 def test_plain_config_has_no_finding():
     config, findings = check(config_of([]))
     assert findings == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_cli.checks.engine import Found, View, broken, error, ge, gt, le, lt, state, warning
-from grpo_cli.checks.quantities import CLIPPED, recommended_clip, sequence_loss, several, to_loss
+from grpo_cli.checks.quantities import CLIPPED, processes, recommended_clip, sequence_loss, sequences, several, to_loss
 
 RATIO_LOSSES = ("gspo", "cispo", "gmpo", "sapo")
 CLIP = ("loss.clip_low", "loss.clip_high")
@@ -332,10 +332,12 @@ def ratio_loss_needs_several_updates(c: View) -> Found:
     REINFORCE."""
     loss = c.loss
     if loss.name in RATIO_LOSSES and not several(c) and c.rollout.max_staleness == 0 and not loss.force_on_policy_ratio:
+        # Unequal halves, or too small ones for the processes, are the next warning, whose fix is one update again.
+        halves = sequences(c) % 2 == 0 and sequences(c) >= 2 * processes(c)
         yield broken(
             f"trainer.updates_per_step=1 and trainer.epochs_per_step=1 leave the ratio of loss.name={loss.name} at 1: "
             "this is REINFORCE.",
-            {"trainer.updates_per_step": 2},
+            {"trainer.updates_per_step" if halves else "trainer.epochs_per_step": 2},
             to_loss(c, "reinforce"),
         )
 
