@@ -95,13 +95,59 @@ def test_one_mistake_is_one_finding_at_its_key_with_a_fix_that_holds(override, r
         ("trainer.zero_stage=true", "trainer.zero_stage=1, or trainer.zero_stage=2"),
         ("logger.console=rch", "logger.console=rich, or logger.console=auto, or logger.console=plain"),
         ("logger.wandb.mode=ofline", "logger.wandb.mode=offline, or logger.wandb.mode=disabled"),
-        ("+trainer.lrr=1e-5", "~trainer.lrr trainer.lr=1e-5, or ~trainer.lrr"),
-        ("+rolout.num_generations=2", "~rolout rollout.num_generations=2, or ~rolout"),
-        ("+rollout.sleep_level=1", "~rollout.sleep_level"),
+        (
+            "+trainer.lrr=1e-5",
+            "~trainer.lrr trainer.lr=1e-5 (behind it; in its place without ~trainer.lrr), or ~trainer.lrr",
+        ),
+        (
+            "+rolout.num_generations=2",
+            "~rolout rollout.num_generations=2 (behind it; in its place without ~rolout), or ~rolout",
+        ),
+        (
+            "+trainer.seed=3",
+            "~trainer.seed run.seed=3 (behind it; in its place without ~trainer.seed), or ~trainer.seed",
+        ),
+        ("+trainer.gradient_accumulation_steps=4", "~trainer.gradient_accumulation_steps"),
+        ("+rollout.sleep_level=1", "~rollout.sleep_level, or rollout=vllm (in place of rollout=hf)"),
+        (
+            "reward.terms=exact",
+            "'reward.terms=[{name:exact,weight:1.0}]', or 'reward.terms=[{name:number,weight:1.0}]'",
+        ),
+        ("rollout.name=vllm", "rollout=vllm, or rollout.name=hf"),
+        ("data.name=jsonl", "data=jsonl data.train=train.jsonl, or data.name=arithmetic"),
+        ("data.name=reasoning_gym", "data=reasoning_gym, or data.name=arithmetic"),
     ],
 )
 def test_fix_says_what_was_probably_meant(override, expected):
     assert fix(override) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["rollout=vllm", "rollout.name=hf"], "rollout=hf, or rollout.name=vllm"),
+        (["rollout=vllm", "rollout.name=vllm_server"], "rollout=vllm_server, or rollout.name=vllm"),
+        (["data=jsonl", "data.train=x", "data.name=arithmetic"], "data=arithmetic data.train=null, or data.name=jsonl"),
+        (
+            ["rollout=vllm", "+rollout.server_url=http://gpu7:8000"],
+            "~rollout.server_url, or rollout=vllm_server (in place of rollout=vllm)",
+        ),
+    ],
+)
+def test_the_name_or_a_key_of_another_option_is_mended_by_choosing_it(overrides, expected):
+    assert fix(*overrides) == expected
+
+
+def test_an_option_as_a_fix_keeps_what_was_asked_for():
+    config = config_of(["data=jsonl", "data.train=x.jsonl", "data.shuffle=false", "data.name=arithmetic"])
+    changed = apply(config, {"data": "arithmetic"})["data"]
+    assert (changed["shuffle"], changed["train"], changed["max_prompt_tokens"]) == (False, "x.jsonl", 64)
+
+
+def test_parts_of_the_overlong_penalty_fit_what_is_given():
+    config = config_of(["reward.overlong={max_tokens:3}"])
+    _, findings = check(config)
+    assert [finding.fix for finding in findings] == ["reward.overlong.buffer_tokens=1", "reward.overlong.penalty=1.0"]
 
 
 def test_message_of_an_unknown_key_names_the_nearest_or_the_option_that_has_it():
@@ -170,6 +216,7 @@ def test_wrong_name_of_a_group_is_mended_with_the_keys_that_the_other_option_has
     _, [finding] = check(config)
     mended = with_values(config, read_first(finding.fix))
     assert mended["rollout"]["name"] == "vllm"
+    assert finding.fix.startswith("rollout.name=vllm rollout=vllm, or ")
     assert mended["rollout"]["gpu_memory_utilization"] == 0.4
     assert check(mended)[1] == []
 

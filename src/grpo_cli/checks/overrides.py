@@ -13,6 +13,8 @@ from decimal import Decimal
 from typing import Any
 
 from grpo_cli.checks.engine import REMOVE, Broken, Changes
+from grpo_cli.checks.suggest import with_option
+from grpo_cli.schema import Config
 
 SEPARATOR = ", or "
 MOST_ALTERNATIVES = 3
@@ -76,9 +78,15 @@ def read_first(fix: str) -> list[str]:
 
 
 def apply(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a plain config with some keys set or removed; untouched parts are shared with the original."""
+    """A copy of a plain config with some keys set or removed; untouched parts are shared with the original.
+
+    A group's own name chooses one of its options.
+    """
     result: Any = dict(config)
     for key, value in changes.items():
+        if key in Config.model_fields and isinstance(value, str):
+            result[key] = with_option(result, key, value)
+            continue
         *parents, leaf = key.split(".")
         node = result
         for part in parents:
@@ -130,10 +138,12 @@ def complete_fix(
 
 
 def _merge(changes: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Both sets of changes; what the second replaces as a whole is not changed in parts before."""
-    return {key: value for key, value in changes.items() if not key.startswith(tuple(f"{k}." for k in more))} | dict(
-        more
-    )
+    """Both sets of changes; what the second replaces as a whole is not changed in parts before.
+
+    An option of a group replaces no value that was asked for.
+    """
+    whole = tuple(f"{key}." for key in more if key not in Config.model_fields)
+    return {key: value for key, value in changes.items() if not key.startswith(whole)} | dict(more)
 
 
 def _settle(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from difflib import SequenceMatcher
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,7 +13,7 @@ from pydantic_core import ErrorDetails
 from grpo_cli.checks.engine import REMOVE, Broken, Changes, declare, lookup
 from grpo_cli.checks.keys import choices, closest_member, dotted, known_keys, members, nullable, tag, term_models
 from grpo_cli.checks.overrides import render
-from grpo_cli.checks.suggest import default_option, suggested_value
+from grpo_cli.checks.suggest import default_option, misnamed, suggested_value
 from grpo_cli.data.arithmetic import misfit
 from grpo_cli.options import nearest
 from grpo_cli.schema import Config
@@ -86,7 +87,8 @@ class Shape:
         self.bad = frozenset(broken.keys[0] for broken in self.found)
 
     def blame(self, rule: str, key: str, message: str, *fixes: Mapping[str, Any]) -> None:
-        self.found.append(Broken(rule, message, tuple(Changes(fix) for fix in fixes), (key,)))
+        changes = tuple(fix if isinstance(fix, Changes) else Changes(fix) for fix in fixes)
+        self.found.append(Broken(rule, message, changes, (key,)))
 
     def _blamed(self, key: str) -> bool:
         """Whether `key`, or something that it lies in, has a finding."""
@@ -166,16 +168,26 @@ class Shape:
             return
         remove = {top or key: REMOVE}
         section, _, leaf = key.partition(".")
-        owners = [f"{section}={name}" for name, model in members(section).items() if leaf in model.model_fields]
+        owners = [name for name, model in members(section).items() if leaf in model.model_fields]
         if owners:
-            chosen = lookup(self.resolved, f"{section}.name")
-            message = f"{key} is a key of {' and '.join(owners)}, not of {section}={chosen}."
-            self.blame("key_known", key, message, remove)
+            chosen = f"{section}={lookup(self.resolved, f'{section}.name')}"
+            having = " and ".join(f"{section}={name}" for name in owners)
+            switch = [Changes({section: name}, f"in place of {chosen}") for name in owners]
+            self.blame("key_known", key, f"{key} is a key of {having}, not of {chosen}.", remove, *switch)
             return
-        best = nearest(key, known_keys(self.resolved)) or ""
+        best = _best_known(key, self.resolved)
         message = f"{key}={render(value)} is read by nothing; the nearest known key is {best}."
         as_shipped = lookup(self.resolved, best) == suggested_value(best, self.resolved)
-        self.blame("key_known", key, message, *[remove | {best: value}] * as_shipped, remove)
+        replace = Changes(remove | {best: value}, f"behind it; in its place without ~{top or key}")
+        self.blame("key_known", key, message, *[replace] * (as_shipped and _alike(key, best)), remove)
+
+    def blame_misnamed(self, section: str, name: str, other: str) -> None:
+        """`data.name=jsonl` for `data=jsonl`: the name of one option over the keys of another."""
+        message = (
+            f"{section}.name={name} changes the name alone, and the keys are those of {section}={other}: an option is "
+            f"chosen by {section}={name}."
+        )
+        self.blame("key_known", f"{section}.name", message, {section: name}, {f"{section}.name": other})
 
     def _counts(self) -> None:
         for key, bound in AT_LEAST.items():
@@ -212,6 +224,22 @@ class Shape:
         return [{key: suggested_value(key, self.resolved)}]
 
 
+def _best_known(key: str, resolved: Mapping[str, Any]) -> str:
+    """The known key that is most like an unknown one; one of the same last name in another group before all others."""
+    known = list(known_keys(resolved))
+    same = [other for other in known if _leaf(other) == _leaf(key)]
+    return nearest(key, same or known) or ""
+
+
+def _alike(key: str, other: str) -> bool:
+    """Whether two keys differ by a slip only, so that one may have been meant by the other."""
+    return SequenceMatcher(None, _leaf(key), _leaf(other)).ratio() >= 0.6
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
 def _typable(resolved: Mapping[str, Any], shape: Shape) -> tuple[dict[str, Any], bool]:
     """A copy that can be typed as far as possible, and whether what it types to is the config that was asked.
 
@@ -226,6 +254,9 @@ def _typable(resolved: Mapping[str, Any], shape: Shape) -> tuple[dict[str, Any],
             if values["name"] != "???":
                 shape.blame_choice(f"{section}.name", values["name"], list(options))
             copy[section] = values | {"name": tag(closest_member(options, values))}
+        elif options and isinstance(values, dict) and (other := misnamed(section, values)):
+            shape.blame_misnamed(section, values["name"], other)
+            copy[section] = values | {"name": other}
     reward = copy.get("reward")
     if isinstance(reward, dict) and isinstance(reward.get("terms"), list):
         known = term_models()
@@ -292,7 +323,10 @@ def _converted(key: str, value: Any, kind: str, resolved: Mapping[str, Any]) -> 
         return [{key: str(value).lower() in ("true", "yes", "on", "1")}]
     if kind == "string_type" and isinstance(value, int | float):
         return [{key: render(value)}]
-    if kind == "list_type" and isinstance(value, str | int | float):
+    if isinstance(value, str) and value in term_models() and key.startswith("reward.terms"):
+        term = {"name": value, "weight": 1.0}
+        return [{key: [term] if kind == "list_type" else term}]
+    if kind == "list_type" and isinstance(value, str | int | float | Mapping):
         return [{key: [value]}]
     return []
 
