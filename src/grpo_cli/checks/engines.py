@@ -146,7 +146,9 @@ def server_url_valid(c: View) -> Found:
     url = c.rollout.server_url
     if url is not None and split_url(url) is None:
         bare = url.rpartition("@")[2]
-        guess = [{"rollout.server_url": f"http://{bare}"}] if bare and split_url(f"http://{bare}") else []
+        # Behind another scheme, or a misspelt one, http:// would make that scheme the host.
+        is_bare = "//" not in url and ":/" not in url and split_url(f"http://{bare}") is not None
+        guess = [{"rollout.server_url": f"http://{bare}"}] if is_bare else []
         yield broken(
             f"{state(c, 'rollout.server_url')} is not http://HOST:PORT or https://HOST:PORT.",
             *guess,

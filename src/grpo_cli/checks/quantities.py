@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -12,6 +13,8 @@ from grpo_cli.passes import decide_passes
 CLIPPED = ("ppo_clip", "dapo", "dr_grpo")
 """Losses with PPO's clipped surrogate whose ratio level is free."""
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+_HOST = re.compile(r"[\w.-]+|[0-9a-f:.]+(%\w+)?")
+"""A name or an IPv4 address, or an IPv6 address without its brackets."""
 
 
 def sequences(c: View) -> int:
@@ -161,10 +164,10 @@ def to_advantage(c: View, name: str) -> dict[str, Any]:
 
 
 def split_url(url: str) -> SplitResult | None:
-    """The parts of an http(s) address with a host; None where it is not one."""
+    """The parts of an http(s) address with a host and, where it names one, a port; None where it is not one."""
     try:
         parts = urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+        if parts.scheme in ("http", "https") and _HOST.fullmatch(parts.hostname or "") and parts.port != 0:
             return parts
     except ValueError:
         pass
