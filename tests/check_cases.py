@@ -75,7 +75,7 @@ CASES: dict[str, tuple[list[str], str]] = {
         ["loss.mask_truncated=true", "rollout.max_new_tokens=32"],
         "rollout.max_new_tokens",
     ),
-    "hf_rollout_shares_model_dtype": (["rollout.dtype=float32"], "rollout.dtype"),
+    "hf_rollout_shares_model_dtype": (["model.dtype=bfloat16", "rollout.dtype=float32"], "rollout.dtype"),
     "engine_dtype_matches_model": ([*VLLM, "rollout.dtype=bfloat16"], "rollout.dtype"),
     "hf_rollout_avoids_zero3": (["trainer.zero_stage=3", "trainer.nproc_per_node=2"], "trainer.zero_stage"),
     # Filter
@@ -315,7 +315,7 @@ CASES: dict[str, tuple[list[str], str]] = {
         "rollout.sync_tolerance",
     ),
     "sync_tolerance_above_bfloat16_noise": (
-        ["rollout=vllm", "rollout.sync_tolerance=0.001"],
+        ["rollout=vllm", "model.dtype=bfloat16", "rollout.sync_tolerance=0.001"],
         "rollout.sync_tolerance",
     ),
     # Logging and run directory
@@ -338,4 +338,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     "remote_server_needs_https": ([*SERVER, "rollout.server_url=http://gpu7.example.org"], "rollout.server_url"),
     # Several nodes
     "own_server_on_one_node": ([*SERVER, "trainer.nnodes=2"], "rollout.server_url"),
+    # Values that nothing reads
+    "file_keys_need_file_data": (["data.train=train.jsonl"], "data.train"),
+    "value_is_read": (["filter.surplus=carry"], "filter.surplus"),
 }

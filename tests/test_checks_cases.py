@@ -295,6 +295,65 @@ def test_no_finding_repeats_a_password(url):
     assert not [finding for finding in found if "word" in finding.line().replace("password", "")]
 
 
+@pytest.mark.parametrize(
+    ("url", "fix"),
+    [
+        ("http://gpu7:99999", "rollout.server_url=null"),
+        ("ftp://gpu7:80", "rollout.server_url=null"),
+        ("https//gpu7", "rollout.server_url=null"),
+        ("http:/gpu7", "rollout.server_url=null"),
+        ("http://", "rollout.server_url=null"),
+        ("http://a b", "rollout.server_url=null"),
+        ("gpu7:8000", "rollout.server_url=http://gpu7:8000, or rollout.server_url=null"),
+    ],
+)
+def test_an_address_is_completed_only_where_it_lacks_nothing_but_the_scheme(url, fix):
+    [finding] = findings("rollout=vllm_server", f'rollout.server_url="{url}"')
+    assert (finding.rule, finding.fix) == ("server_url_valid", fix)
+
+
+# Values that nothing reads
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_files_and_columns_of_generated_data_are_refused(command):
+    for override in ("data.train=x.jsonl", "data.eval=x.jsonl", "data.prompt_key=q", "data.answer_key=a"):
+        for generated in ("data=arithmetic", "data=reasoning_gym"):
+            [finding] = check(config_of([generated, override]), command)[1]
+            assert (finding.rule, finding.severity) == ("file_keys_need_file_data", "error")
+            key = override.partition("=")[0]
+            assert finding.keys == (key, "data.name") or finding.keys == ("data.name", key)
+    [finding] = findings("data.train=openai/gsm8k:main:train")
+    assert finding.fix == "data=hf, or data.train=null"
+    [finding] = findings("data.train=x.jsonl")
+    assert finding.fix == "data=jsonl, or data.train=null"
+
+
+@pytest.mark.parametrize(
+    ("value", "reader"),
+    [
+        (["reward.workers=4"], ["reward=math"]),
+        (["reward.timeout_s=5.0"], ["reward=math"]),
+        (["rollout.max_model_len=4096"], ["rollout=vllm"]),
+        (["filter=none", "filter.metric=number"], ["filter.name=zero_std"]),
+        (["filter.surplus=carry"], ["filter.name=dynamic_sampling", "filter.max_rounds=3"]),
+        (["advantage=rloo", "advantage.eps=1e-4"], ["advantage.name=passk"]),
+        (["advantage.normalize=none", "advantage.eps=1e-4"], ["advantage.normalize=batch"]),
+        (["loss.kl_estimator=k2"], ["loss.kl_coef=0.01"]),
+        (["loss.correction.level=sequence"], ["loss.correction.mode=truncate", "loss.correction.high=2.0"]),
+        (["trainer.rdzv_endpoint=gpu7:29500"], ["trainer.nnodes=2"]),
+        (["trainer.resume=never", "trainer.allow_config_change=true"], ["trainer.resume=auto"]),
+        (["logger.wandb.project=mine"], ["logger.wandb.mode=offline"]),
+    ],
+)
+def test_a_value_that_nothing_reads_is_a_warning(value, reader):
+    key = value[-1].partition("=")[0]
+    [finding] = [f for f in findings(*value, severity="warning") if f.rule == "value_is_read"]
+    assert finding.keys == (key,)
+    assert errors(*value) == []
+    assert "value_is_read" not in [f.rule for f in findings(*value, *reader, severity="warning")]
+
+
 def test_l01_scripts_are_refused():
     assert errors("data=hf", "data.train=org/set.py") == ["dataset_script_refused"]
     assert errors("data=jsonl", "data.train=load.py") == ["dataset_script_refused"]

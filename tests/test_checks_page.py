@@ -30,3 +30,5 @@ def test_explain_tells_id_severity_and_a_reason_of_a_sentence_or_more(rule):
 def test_explain_of_an_unknown_rule_names_the_nearest():
     with pytest.raises(KeyError, match="lr_positive"):
         explain("lr_positiv")
+    with pytest.raises(KeyError, match=r"no rule foo; docs/rules\.md lists them all"):
+        explain("foo")

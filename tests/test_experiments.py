@@ -105,6 +105,7 @@ def test_choices_on_the_command_line_beat_an_experiment():
     cfg = config("+experiment=dapo", "model=tiny", "data=arithmetic", "reward=number", "rollout=hf").config
     assert (cfg.model.path, cfg.data.name, cfg.rollout.name) == ("builtin:tiny", "arithmetic", "hf")
     assert [term.name for term in cfg.reward.terms] == ["number"]
+    assert cfg.data.train is None  # the experiment's file is for data=jsonl
     cfg = config("+experiment=dapo", "model.path=Qwen/Qwen3-1.7B", "data.train=math.jsonl").config
     assert cfg.model.path == "Qwen/Qwen3-1.7B"
     assert Path(cfg.data.train).name == "math.jsonl"

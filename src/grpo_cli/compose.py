@@ -112,8 +112,9 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None, now: datet
     `overrides` are Hydra's; `experiment=x` and `+experiment=x` are alike, and so for every optional group.
     `config_dir` adds a user's own groups and options. `now` is the time that `${now:...}` tells.
     Whatever their order on the command line, an experiment comes before a scale, which so has the last word.
-    `${share:0.2,WHOLE}` is a fraction of a count, `${native_dtype:}` the type that this machine is fast in. No
-    environment variable is needed, and no state of Hydra is left behind.
+    `${share:0.2,WHOLE}` is a fraction of a count, `${native_dtype:}` the type that this machine is fast in, and
+    `${jsonl:FILE}` a file that only data=jsonl is to read. No environment variable is needed, and no state of Hydra is
+    left behind.
     """
     shipped = conf_dir()
     dirs = [shipped] if config_dir is None else [shipped, config_dir.resolve()]
@@ -137,10 +138,16 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None, now: datet
     OmegaConf.register_new_resolver("now", lambda pattern: stamp.strftime(pattern), replace=True)
     OmegaConf.register_new_resolver("share", lambda fraction, whole: round(fraction * whole), replace=True)
     OmegaConf.register_new_resolver("native_dtype", native_dtype, replace=True)
+    OmegaConf.register_new_resolver("jsonl", _only_for_jsonl, replace=True)
     composed.copies = dict(_copies(config))
     _refuse_unresolved(config, shipped_values, asked)
     composed.config = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
     return composed
+
+
+def _only_for_jsonl(file: str, *, _parent_: DictConfig) -> str | None:
+    """The file where the group that holds it is data=jsonl; null where other data were chosen beside an experiment."""
+    return file if _parent_.get("name") == "jsonl" else None
 
 
 def _bad_config_dir(config_dir: Path, shipped: Path) -> Finding | None:
@@ -219,9 +226,8 @@ def _apply(override: Override, config: DictConfig, asked: Overrides) -> None:
         parent = OmegaConf.select(config, node) if node else config
         if not isinstance(parent, DictConfig) or leaf not in parent:
             known = nearest(key, _keys(config))
-            asked.blame(
-                "key_known", key, f"{override.input_line}: there is no {key}; did you mean {known}?", f"~{known}"
-            )
+            message = f"{override.input_line}: there is no {key}; did you mean {known}?"
+            asked.blame("key_known", key, message, f"remove {override.input_line}")
             return
         with open_dict(parent):
             del parent[leaf]

@@ -1,9 +1,73 @@
-"""Rules that the list of config rules does not have: of several nodes, single commands, and optional packages."""
+"""Rules beyond the list: of values that nothing reads, of several nodes, single commands and optional packages."""
 
 from __future__ import annotations
 
-from grpo_cli.checks.engine import Changes, Found, View, broken, declare, error, gt, state
+from collections.abc import Callable
+from functools import reduce
+from pathlib import PurePath
+
+from grpo_cli.checks.engine import Changes, Found, View, broken, declare, error, gt, state, warning
 from grpo_cli.checks.engines import back_on_trainer_devices, own_devices
+from grpo_cli.checks.quantities import corrects, file_data
+from grpo_cli.checks.suggest import shipped_here
+
+FILE_KEYS = ("data.train", "data.eval", "data.prompt_key", "data.answer_key")
+
+READ_WHERE: tuple[tuple[str, str, Callable[[View], bool]], ...] = (
+    *(
+        (
+            f"reward.{key}",
+            "the terms regex, math, reasoning_gym and python",
+            lambda c: any(term.name not in ("exact", "number") for term in c.reward.terms),
+        )
+        for key in ("workers", "timeout_s")
+    ),
+    ("rollout.max_model_len", "the engines of rollout=vllm and rollout=vllm_server", lambda c: c.rollout.name != "hf"),
+    ("filter.metric", "filters other than none", lambda c: c.filter.name != "none"),
+    ("filter.surplus", "filter=dynamic_sampling", lambda c: c.filter.name == "dynamic_sampling"),
+    (
+        "advantage.eps",
+        "advantage=gdpo, advantage=passk and the normalize of advantage=grpo",
+        lambda c: c.advantage.name in ("gdpo", "passk") or c.advantage.normalize != "none",
+    ),
+    ("loss.kl_estimator", "a loss.kl_coef other than 0", lambda c: c.loss.kl_coef != 0),
+    ("loss.correction.level", "a loss.correction.mode other than none", corrects),
+    ("trainer.rdzv_endpoint", "runs of several nodes (trainer.nnodes)", lambda c: c.trainer.nnodes > 1),
+    ("trainer.allow_config_change", "runs that resume (trainer.resume)", lambda c: c.trainer.resume != "never"),
+    *(
+        (f"logger.wandb.{key}", "a logger.wandb.mode other than disabled", lambda c: c.logger.wandb.mode != "disabled")
+        for key in ("project", "entity", "group", "tags")
+    ),
+)
+"""Key, what reads it, and whether that is chosen. Keys of which null is what an option ships, and that would train
+something else than was asked, have errors of their own."""
+
+
+@error(*FILE_KEYS, "data.name")
+def file_keys_need_file_data(c: View) -> Found:
+    """Generated rows come from no file and have no columns: nothing reads data.train, data.eval, data.prompt_key or
+    data.answer_key there, and other data than the named ones would train. Choose data=jsonl or data=hf."""
+    given = [key for key in FILE_KEYS if getattr(c.data, key.partition(".")[2]) is not None]
+    if not file_data(c) and given:
+        named = c.data.train or c.data.eval
+        kind = "hf" if named and not PurePath(named).suffix else "jsonl"
+        yield broken(
+            f"{state(c, *given)} is read by data=jsonl and data=hf, not by data.name={c.data.name}, which generates "
+            "its rows.",
+            {"data": kind},
+            dict.fromkeys(given),
+            keys=(*given, "data.name"),
+        )
+
+
+@warning(*(key for key, _, _ in READ_WHERE))
+def value_is_read(c: View) -> Found:
+    """A value other than the shipped one stands at a key that the chosen options never read: it does nothing. Set it
+    back, or choose what reads it."""
+    for key, reader, is_read in READ_WHERE:
+        value = reduce(getattr, key.split("."), c)
+        if value is not None and not is_read(c) and value != (shipped := shipped_here(key, c._values)):
+            yield broken(f"{state(c, key)} does nothing: it is read by {reader} only.", {key: shipped}, keys=(key,))
 
 
 @error("trainer.nnodes", "rollout.server_url", "rollout.devices", "rollout.name")

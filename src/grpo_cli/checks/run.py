@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,13 +16,14 @@ from grpo_cli.checks.shape import Shape
 from grpo_cli.errors import Finding
 from grpo_cli.schema import Config
 
-RANGES_OF_EVAL = (
+RULES_OF_EVAL = (
     "temperature_positive",
     "sampling_filters_in_range",
     "sequence_fits_context",
     "stop_strings_not_empty",
+    "file_keys_need_file_data",
 )
-"""The range rules of the rollout that `grpo eval` runs beside its topics."""
+"""What `grpo eval` runs beside its topics: the range rules of the rollout, and whose rows are read."""
 
 TOPICS_OF_EVAL = ("shape", "reward", "data", "model", "engines", "logging", "security")
 
@@ -95,12 +97,12 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def explain(rule_id: str) -> str:
-    """The long reason of a rule; KeyError with the nearest id where there is none of that name."""
+    """The long reason of a rule; KeyError, with an id much like it, where there is none of that name."""
     rule = RULES.get(rule_id)
     if rule is None:
-        from grpo_cli.options import nearest
-
-        raise KeyError(f"there is no rule {rule_id}; did you mean {nearest(rule_id, RULES)}?")
+        like = difflib.get_close_matches(rule_id, RULES, n=1)
+        hint = f"did you mean {like[0]}?" if like else "docs/rules.md lists them all."
+        raise KeyError(f"there is no rule {rule_id}; {hint}")
     when = {"compose": "while composing", "config": "from the config", "start": "at run start, before weights"}
     keys = f"\nReads {', '.join(rule.keys)}." if rule.keys else ""
     return f"{rule.id} ({rule.severity}, found {when[rule.when]})\n\n{rule.why}\n{keys}".rstrip()
@@ -136,7 +138,7 @@ def _rules(command: str) -> list[Rule]:
     """The rules that a command runs after Shape."""
     rules = [rule for rule in RULES.values() if rule.find is not None]
     if command == "eval":
-        return [rule for rule in rules if rule.topic in TOPICS_OF_EVAL or rule.id in RANGES_OF_EVAL]
+        return [rule for rule in rules if rule.topic in TOPICS_OF_EVAL or rule.id in RULES_OF_EVAL]
     if command == "replay":
         return [rule for rule in rules if rule.id not in _ABOUT_CONFIGURED_TERMS]
     return rules

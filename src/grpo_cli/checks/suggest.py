@@ -31,6 +31,7 @@ _EXAMPLES = {
 """Values for keys that the shipped files leave open, by whole key or by last name."""
 
 
+@cache
 def default_option(section: str) -> str:
     """The option of a group that a plain `grpo train` has."""
     entries = yaml.safe_load((conf_dir() / f"{PRIMARY}.yaml").read_text(encoding="utf-8"))["defaults"]
