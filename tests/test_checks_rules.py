@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from check_cases import CASES
+from check_cases import CASES, VLLM
 from check_helpers import config_of, with_values
 
 from grpo_cli.checks import RULES, check
@@ -81,6 +81,23 @@ def test_fix_of_an_odd_form_is_taken_by_the_composition_itself(rule):
     composed = compose([*overrides, *read_first(broken.fix)])
     assert not composed.findings
     assert rule not in {finding.rule for finding in check(composed.config)[1]}
+
+
+@pytest.mark.parametrize(
+    ("rule", "overrides"),
+    [
+        ("tensor_parallel_divides_devices", [*VLLM, "rollout.devices=[]", "rollout.tensor_parallel_size=8"]),
+        ("truncate_needs_high", [*VLLM, "loss.correction.mode=truncate", "loss.correction.low=2.0"]),
+        ("value_type", ["data.name=jsonl", "data.train_size=a"]),
+    ],
+)
+def test_a_fix_holds_also_beside_another_mistake(rule, overrides):
+    config = config_of(overrides)
+    _, before = check(config)
+    broken = next(finding for finding in before if finding.rule == rule)
+    _, after = check(with_values(config, read_first(broken.fix)))
+    errors = [{finding.rule for finding in found if finding.severity == "error"} for found in (before, after)]
+    assert errors[1] <= errors[0] - {rule}
 
 
 @pytest.mark.parametrize(

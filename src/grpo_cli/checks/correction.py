@@ -59,7 +59,7 @@ def truncate_needs_high(c: View) -> Found:
     if c.loss.correction.mode == "truncate" and c.loss.correction.high is None:
         yield broken(
             "loss.correction.mode=truncate with loss.correction.high=null truncates nothing.",
-            {"loss.correction.high": 2.0},
+            {"loss.correction.high": 2.0} | ({"loss.correction.low": None} if ge(c.loss.correction.low, 1) else {}),
         )
 
 

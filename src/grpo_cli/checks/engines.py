@@ -86,7 +86,9 @@ def tensor_parallel_divides_devices(c: View) -> Found:
         return
     count = c.trainer.nproc_per_node if devices is None else len(devices)
     if count == 0:
-        yield broken("rollout.devices=[] is no device.", back_on_trainer_devices(c))
+        size = divisors(c.trainer.nproc_per_node, size)[0]
+        whole = {} if size == c.rollout.tensor_parallel_size else {"rollout.tensor_parallel_size": size}
+        yield broken("rollout.devices=[] is no device.", back_on_trainer_devices(c) | whole)
     elif count % size != 0:
         yield broken(
             f"rollout.tensor_parallel_size={size} does not divide the {count} devices "

@@ -116,8 +116,10 @@ def misnamed(section: str, values: Mapping[str, Any]) -> str | None:
 
 
 def _option(section: str, resolved: Mapping[str, Any]) -> str:
-    name = lookup(resolved, f"{section}.name") if section in _BY_NAME else None
-    return name if isinstance(name, str) else default_option(section)
+    values = resolved.get(section)
+    if section in _BY_NAME and isinstance(values, Mapping):
+        return fitting_option(section, values)
+    return default_option(section)
 
 
 @cache
