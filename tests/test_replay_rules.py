@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from check_cases import CASES, FORCE, KL_IN_REWARD, overlong
 from check_helpers import config_of
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from test_checks_random import configs
 
 from grpo_cli.checks import RULES, check
@@ -89,7 +89,7 @@ def test_a_broken_rule_is_refused_or_leaves_every_number_finite(rule, overrides,
     assert is_finite(replayed(config, monkeypatch))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(configs())
 def test_any_config_is_refused_or_leaves_every_number_finite(config):
     with pytest.MonkeyPatch.context() as monkeypatch:
