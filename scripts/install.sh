@@ -11,3 +11,5 @@ cd "$(dirname "$0")/.."
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 # DeepSpeed is published as source; its kernels are compiled at first use, on machines that have them.
 DS_BUILD_OPS=0 "$VENV/bin/python" -m pip install --quiet --editable ".[$EXTRAS]"
+# Where PYTHONDONTWRITEBYTECODE is set, as in many images, every start of grpo would compile its sources anew: 0.3 s.
+"$VENV/bin/python" -m compileall -q src

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -157,27 +156,23 @@ def test_a_reader_that_goes_away_is_no_error():
 KL = ["+experiment=grpo", "loss.use_kl_in_reward=true", "loss.force_on_policy_ratio=true"]
 
 
-def test_validate_is_fast_imports_no_torch_and_names_the_rule():
+def test_validate_loads_nothing_heavy_and_names_the_rule():
     code = (
         "import sys; from grpo_cli.cli import main; code = main(sys.argv[1:]);"
-        "heavy = {'torch', 'transformers', 'deepspeed', 'vllm', 'wandb'} & set(sys.modules);"
+        "heavy = {'torch', 'transformers', 'deepspeed', 'vllm', 'wandb', 'numpy', 'rich', 'httpx'} & set(sys.modules);"
         "print(sorted(heavy)); sys.exit(code)"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     ended = subprocess.run(
         [sys.executable, "-c", code, "validate", *KL, "loss.kl_coef=0.01"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": SOURCE},
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert ended.returncode == 2
     assert ended.stdout.strip() == "[]"
     line = next(line for line in ended.stderr.splitlines() if "kl_in_reward_needs_prev_logprobs" in line)
     assert line.startswith("error: ")
     assert "loss.force_on_policy_ratio=false" in line
-    # Processor time, not time on the clock: other processes on the machine are not its fault.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
 def test_the_rule_is_silent_without_kl(capsys):

@@ -16,7 +16,7 @@ Dtype = Literal["bfloat16", "float32"]
 class Section(BaseModel):
     """A config group: strict types, unknown keys refused, immutable once read."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class Run(Section):
