@@ -215,6 +215,18 @@ def test_data_reads_the_rows_and_tells_their_mistakes_beside_the_configs(tmp_pat
     assert ("lr_positive", "trainer.lr") in found
 
 
+def test_json_stays_json_where_the_model_is_made_first(tmp_path):
+    """DeepSpeed, imported by the builder, tells its guess of the accelerator on stdout."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
+    env = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    env |= {"PYTHONPATH": SOURCE, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    overrides = ["model=tiny", "reward=exact", "data=jsonl", f"data.train={rows}"]
+    ended = grpo("validate", "--json", "--data", *overrides, env=env)
+    assert (tmp_path / "cache/grpo/models").is_dir()
+    assert json.loads(ended.stdout)["errors"][0]["rule"] == "data_covers_one_step"
+
+
 def test_explain_prints_the_long_reason(capsys):
     assert cli.main(["validate", "--explain", "kl_in_reward_needs_prev_logprobs"]) == 0
     assert "never computed" in capsys.readouterr().out

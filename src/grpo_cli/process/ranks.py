@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from grpo_cli.machine import tell_deepspeed
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -85,7 +87,7 @@ def start(timeout_s: float = 1800.0) -> Ranks:
         device, backend = torch.device("cpu"), "gloo"
         if local_world > 1:
             pin(local_rank, local_world)
-    os.environ.setdefault("DS_ACCELERATOR", device.type)  # DeepSpeed would guess, and say so on the console
+    tell_deepspeed()
     if not dist.is_initialized():
         store = dist.HashStore() if world == 1 else None
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
