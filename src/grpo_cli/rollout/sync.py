@@ -22,8 +22,9 @@ WeightGap = Callable[[str, "torch.Tensor"], "float | None"]
 """(HF name, the trainer's tensor) -> `relative_gap` to the tensor that the engine *computes with* (a packed copy
 counts, not the parameter it was made from); None where the engine has no such tensor to show."""
 
-_PROMPT_TOKENS = 8
-_COMPLETION_TOKENS = 16
+_PROMPT_TOKENS = 4
+_COMPLETION_TOKENS = 8
+"""So few that a forward costs little more than reading the weights once."""
 _ROUNDINGS = 2
 """Of engine and trainer each, one."""
 _LOW_PRECISION = 10
