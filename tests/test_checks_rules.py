@@ -89,6 +89,7 @@ def test_fix_of_an_odd_form_is_taken_by_the_composition_itself(rule):
         ("tensor_parallel_divides_devices", [*VLLM, "rollout.devices=[]", "rollout.tensor_parallel_size=8"]),
         ("truncate_needs_high", [*VLLM, "loss.correction.mode=truncate", "loss.correction.low=2.0"]),
         ("value_type", ["data.name=jsonl", "data.train_size=a"]),
+        ("counts_in_range", ["trainer.micro_batch_tokens=0", "data.max_prompt_tokens=2048"]),
     ],
 )
 def test_a_fix_holds_also_beside_another_mistake(rule, overrides):

@@ -124,17 +124,21 @@ def complete_fix(
     """The fixes of a finding, each with all that must change together, proven on this config.
 
     A fix is tried: the finding must be gone and no new error may have come. Where one has, that error's own fix is
-    added and tried again. A fix that cannot be completed is left out, unless none can.
+    added and tried again. A fix that cannot be completed is left out; where none can, what is added may also replace
+    a value of the fix itself. Without any, the first stays as it is.
     """
     known = {other.identity for other in before}
-    proven: list[Changes] = []
-    for fix in found.fixes:
-        changes = _settle(config, dict(fix), found, known, audit, rounds=5)
-        if changes is not None:
-            proven.append(Changes(changes, fix.note))
-        if len(proven) == MOST_ALTERNATIVES:
-            break
-    return tuple(proven) or found.fixes[:1]
+    for replaces in (False, True):
+        proven: list[Changes] = []
+        for fix in found.fixes:
+            changes = _settle(config, dict(fix), found, known, audit, replaces, rounds=5)
+            if changes is not None:
+                proven.append(Changes(changes, fix.note))
+            if len(proven) == MOST_ALTERNATIVES:
+                break
+        if proven:
+            return tuple(proven)
+    return found.fixes[:1]
 
 
 def _merge(changes: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,7 +151,13 @@ def _merge(changes: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settle(
-    config: Mapping[str, Any], changes: dict[str, Any], found: Broken, known: set, audit: Audit, rounds: int
+    config: Mapping[str, Any],
+    changes: dict[str, Any],
+    found: Broken,
+    known: set,
+    audit: Audit,
+    replaces: bool,
+    rounds: int,
 ) -> dict[str, Any] | None:
     after = audit(apply(config, changes))
     if any(other.identity == found.identity for other, _ in after):
@@ -158,9 +168,9 @@ def _settle(
     if rounds == 0:
         return None
     for fix in new[0].fixes:
-        if any(key in changes and changes[key] != value for key, value in fix.items()):
+        if not replaces and any(key in changes and changes[key] != value for key, value in fix.items()):
             continue
-        settled = _settle(config, _merge(changes, fix), found, known, audit, rounds - 1)
+        settled = _settle(config, _merge(changes, fix), found, known, audit, replaces, rounds - 1)
         if settled is not None:
             return settled
     return None
