@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import threading
 import time
 from datetime import datetime
@@ -24,7 +25,8 @@ class OneRank:
     rank, world, first = 0, 1, True
 
     def gather(self, value):
-        return [value]
+        """Pickled, as between processes: the stack of an exception is not."""
+        return [pickle.loads(pickle.dumps(value))]
 
 
 class Data:
@@ -67,6 +69,13 @@ class Client:
         return self.submit(work).result(20.0)
 
 
+class ForeignError(Exception):
+    """Cannot be unpickled, as httpx's errors cannot: it is not made from its message."""
+
+    def __init__(self, *, code, reason):
+        super().__init__(f"{reason} ({code})")
+
+
 class Rollout:
     """Answers with two completions; the prompt's number says how long it takes and what they are worth."""
 
@@ -80,7 +89,7 @@ class Rollout:
         self.begun.append((group_id, prompt.prompt_id, version))
         await asyncio.sleep(self.delays.get(prompt.prompt_id, 0.0))
         if prompt.prompt_id == self.fail_at:
-            raise ValueError("a bug in the generating task")
+            raise ForeignError(code=7, reason="a bug in the generating task")
         completions = [Completion("text", [1, 2], "stop"), Completion("text", [1, 2, 3], "length")]
         return Group(group_id, prompt, completions, step, version)
 

@@ -173,14 +173,13 @@ class AsyncSource:
         if self._ranks.first:
             try:
                 told = self._take(step)
-            except BaseException as error:  # the other ranks wait to hear of it
+            except (Interrupted, RunError, GuardStop, ConfigError) as error:  # the other ranks wait to hear of it
                 told = error
+            except BaseException as error:  # told as text: a foreign one may not pickle, and its stack never does
+                told = RunError(f"The generating task failed.\n{''.join(traceback.format_exception(error))}")
         told = self._ranks.gather(told)[0]
-        if isinstance(told, Interrupted | RunError | GuardStop | ConfigError):
-            raise told
         if isinstance(told, BaseException):
-            stack = "".join(traceback.format_exception(told))
-            raise RunError(f"The generating task failed.\n{stack}") from told
+            raise told
         return told
 
     def spent(self) -> bool:
