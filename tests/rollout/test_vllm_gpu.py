@@ -18,7 +18,7 @@ from grpo_cli.process.ranks import Ranks
 from grpo_cli.rollout import make_rollout, weight_sync, weight_transfer
 from grpo_cli.rollout.sync import logprob_gap, probe_tokens
 from tests.rollout import engines
-from tests.rollout.test_vllm_runs import AHEAD, TIMEOUT_S, rows, train
+from tests.rollout.runs import AHEAD, TIMEOUT_S, rows, train
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,69 +1,20 @@
-"""Whole runs of `grpo train` with real engines: backends agree, asynchronous runs add up, nothing is left behind."""
+"""Whole runs of `grpo train` with real engines: asynchronous ones add up, and nothing is left behind."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.rollout import engines
+from tests.rollout.runs import AHEAD, TIMEOUT_S, command, rows, train
 
 pytestmark = [*engines.real_engine, pytest.mark.slow]
-
-TIMEOUT_S = 600.0
-AHEAD = ["rollout.max_staleness=1", "loss.correction.mode=truncate", "loss.correction.high=2.0"]
-
-
-def command(directory: Path, *overrides: str) -> list[str]:
-    base = ["experiment=smoke", "trainer.resume=never", "logger.console=plain", "rollout.sync_tolerance=0.001"]
-    return [sys.executable, "-m", "grpo_cli.cli", "train", *base, f"run.dir={directory}", *overrides]
-
-
-def train(directory: Path, *overrides: str) -> Path:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    subprocess.run(command(directory, *overrides), env=environment, check=True, timeout=TIMEOUT_S)
-    return directory
-
-
-def rows(directory: Path, name: str = "metrics.jsonl") -> list[dict]:
-    path = directory / name
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def tokens(directory: Path) -> dict[str, list[list[int]]]:
-    groups = [json.loads(line) for path in directory.glob("rollouts/*.jsonl") for line in path.read_text().splitlines()]
-    return {group["group_id"]: [completion["token_ids"] for completion in group["completions"]] for group in groups}
-
-
-@pytest.mark.parametrize("backend", ["vllm", "vllm_server"])
-def test_the_reward_rises_as_with_hf(tmp_path, backend):
-    """The bounds are those of tests/test_smoke.py, where transformers generates."""
-    rewards = [row["reward"] for row in rows(train(tmp_path / "run", f"rollout={backend}"))]
-    assert len(rewards) == 20
-    assert sum(rewards[:5]) / 5 < 0.45
-    assert sum(rewards[-5:]) / 5 > 0.8
-
-
-def test_two_sharded_ranks_with_engines_and_one_process_with_a_server_do_the_same(tmp_path):
-    dump = "logger.dump_rollouts=true"
-    ranks = ["trainer.nproc_per_node=2", "trainer.zero_stage=3"]
-    colocated = train(tmp_path / "colocated", "rollout=vllm", "trainer.steps=3", *ranks, dump)
-    served = train(tmp_path / "served", "rollout=vllm_server", "trainer.steps=3", dump)
-    assert len(rows(colocated)) == len(rows(served)) == 3
-    for one, other in zip(rows(colocated), rows(served), strict=True):
-        assert one["sync/logprob_gap_max"] < 1e-3
-        assert other["sync/logprob_gap_max"] < 1e-3
-        assert one["reward"] == other["reward"]
-        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-    assert tokens(colocated) == tokens(served)
 
 
 def test_an_asynchronous_run_counts_every_prompt(tmp_path):

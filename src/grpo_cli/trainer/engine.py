@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import warnings
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -85,6 +87,9 @@ def _deepspeed(ranks: Ranks) -> Any:
     # Nothing here uses its compiled operators; looking for them takes seconds, and building the one for collectives of
     # inference on a CPU takes a minute and writes to the console.
     deepspeed.ops.__compatible_ops__ = {}
+    # Nor its optimizer Muon, whose decorators make torch load its whole compiler when AdamW is looked at: 1.5 s.
+    with mock.patch.object(torch, "compile", lambda function: function):
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     # It calls collectives by names that torch has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     return deepspeed
