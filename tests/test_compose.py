@@ -173,6 +173,15 @@ def test_a_users_own_experiment(tmp_path):
     assert (composed.config["loss"]["name"], composed.config["trainer"]["lr"]) == ("gspo", 0.25)
 
 
+def test_what_was_composed_before_changes_nothing(tmp_path):
+    text = "# @package _global_\ntrainer:\n  lr: 0.25\n"
+    folder = _user_dir(tmp_path, text)
+    assert compose(["experiment=mine", "~trainer.lr", "trainer.seed=1"], folder).config["trainer"].get("lr") is None
+    assert compose(["experiment=mine"], folder).config["trainer"]["lr"] == 0.25
+    _user_dir(tmp_path, text.replace("0.25", "0.75"))
+    assert compose(["experiment=mine"], folder).config["trainer"]["lr"] == 0.75
+
+
 @pytest.mark.parametrize(
     ("text", "rule", "said"),
     [

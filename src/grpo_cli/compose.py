@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -167,11 +169,9 @@ def _compose_groups(choices: list[str], dirs: list[Path], asked: Overrides, grou
     """The groups that were chosen, without the values; None, and a finding, where they do not fit together."""
     if _misplaced(dirs, asked, groups):
         return None
-    extra = [QuotedString(f"file://{path}", Quote.double).with_quotes() for path in dirs[1:]]
-    search = [f"hydra.searchpath=[{','.join(extra)}]"] if extra else []
     try:
-        with initialize_config_dir(config_dir=str(dirs[0]), version_base=None, job_name="grpo"):
-            config = hydra_compose(PRIMARY, overrides=[*search, *choices])
+        contents = tuple(file.read_bytes() for top in dirs for file in sorted(top.rglob("*.yaml")) if file.is_file())
+        config = deepcopy(_hydra(tuple(choices), tuple(dirs), contents))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
         finding = _composition_finding(error, dirs, asked, groups)
         asked.findings.append(finding)
@@ -179,6 +179,15 @@ def _compose_groups(choices: list[str], dirs: list[Path], asked: Overrides, grou
         return None
     OmegaConf.set_struct(config, False)
     return config
+
+
+@lru_cache(maxsize=64)
+def _hydra(choices: tuple[str, ...], dirs: tuple[Path, ...], _contents: tuple[bytes, ...]) -> DictConfig:
+    """What Hydra makes of the chosen options; kept for as long as no file changes: the jobs of a sweep share it."""
+    extra = [QuotedString(f"file://{path}", Quote.double).with_quotes() for path in dirs[1:]]
+    search = [f"hydra.searchpath=[{','.join(extra)}]"] if extra else []
+    with initialize_config_dir(config_dir=str(dirs[0]), version_base=None, job_name="grpo"):
+        return hydra_compose(PRIMARY, overrides=[*search, *choices])
 
 
 def _misplaced(dirs: list[Path], asked: Overrides, groups: Groups) -> bool:
