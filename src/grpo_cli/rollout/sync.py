@@ -24,7 +24,7 @@ counts, not the parameter it was made from); None where the engine has no such t
 
 _PROMPT_TOKENS = 4
 _COMPLETION_TOKENS = 8
-"""So few that a forward costs little more than reading the weights once."""
+"""A forward of so few costs little more than one of a single pair: it is bound by the weights, not by the tokens."""
 _ROUNDINGS = 2
 """Of engine and trainer each, one."""
 _LOW_PRECISION = 10
