@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from grpo_cli.rollout.decode import Decoded, Row, decode, plan_batches
+from grpo_cli.rollout.decode import Decoded, Row, decode, layers_once, plan_batches, score
 from grpo_cli.rollout.hf import uniforms
 from grpo_cli.rollout.sampling import Sampling
 
@@ -203,6 +203,35 @@ def test_stop_check_sees_what_was_generated():
     assert asked == [free[: t + 1] for t in range(5)]
     assert done.token_ids == free[:5]
     assert done.stopped
+
+
+def test_layers_run_once_for_the_same_tokens_and_tensors(model):
+    """Never for others: a tensor that is not the same one is a second pass, and shows."""
+    runs = []
+    last = [module for name, module in model.named_modules() if "norm" in name or "ln_" in name][-1]
+    watch = last.register_forward_hook(lambda *_: runs.append(1))
+    plain = score(model, [5, 7], [11, 3], 1.0)
+    parameter = next(
+        p for name, p in model.named_parameters() if name.endswith((".1.mlp.up_proj.weight", "1.mlp.c_fc.weight"))
+    )
+    trained = parameter.data
+    try:
+        runs.clear()
+        with layers_once(model):
+            assert score(model, [5, 7], [11, 3], 1.0) == plain
+            assert score(model, [5, 7], [11, 3], 1.0) == plain
+            assert len(runs) == 1
+            assert score(model, [5, 7], [12, 3], 1.0) != plain
+            parameter.data = trained * 2
+            assert score(model, [5, 7], [11, 3], 1.0) != plain
+            assert len(runs) == 3
+            parameter.data = trained
+        runs.clear()
+        assert score(model, [5, 7], [11, 3], 1.0) == plain
+        assert len(runs) == 1
+    finally:
+        parameter.data = trained
+        watch.remove()
 
 
 def test_batches_hold_all_rows_once_within_the_budget():

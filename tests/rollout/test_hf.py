@@ -53,7 +53,8 @@ class Policy:
 
     @torch.no_grad()
     def score(self, prompt_ids, completion_ids):
-        logits = self.trained(torch.tensor([prompt_ids + completion_ids])).logits[0, len(prompt_ids) - 1 : -1]
+        ids = (prompt_ids + completion_ids)[:-1]
+        logits = self.trained(torch.tensor([ids])).logits[0, len(prompt_ids) - 1 :]
         logprobs = (logits / self.temperature).log_softmax(-1)
         return logprobs.gather(1, torch.tensor(completion_ids)[:, None]).squeeze(1).tolist()
 
@@ -254,6 +255,17 @@ def test_a_sabotaged_sync_names_the_family(policy, name):
     named = message.split("differ: ")[1]
     expected = {family, "lm_head.weight"} if "embed" in name else {family}  # tied: one tensor with two names
     assert {word for word in named.split() if word.endswith(".weight")} == expected
+
+
+def test_one_pass_through_the_layers_serves_both_sides(policy):
+    """What the two do apart is compared: here the temperature."""
+    runs = []
+    with policy.module.model.norm.register_forward_hook(lambda *_: runs.append(1)):
+        make_rollout(config(), policy, RANKS).sync(policy, 1)
+        assert len(runs) == 1
+        policy.temperature = 0.5
+        with pytest.raises(GuardStop, match="All weights are equal"):
+            make_rollout(config(), policy, RANKS).sync(policy, 2)
 
 
 def test_budget_counts_cache_and_logits(policy, monkeypatch):

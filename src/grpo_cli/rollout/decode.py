@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from grpo_cli.model.weights import without_adapters
 from grpo_cli.process.signals import stop
 from grpo_cli.rollout.attention import grouped_decoding
 from grpo_cli.rollout.draw import draw
@@ -199,31 +200,57 @@ def score(model: Any, prompt_ids: list[int], completion_ids: list[int], temperat
 
     Not through a cache: in bfloat16 its other kernels alone move a logprob by 0.1, as much as stale weights do.
     """
-    ids_1L = torch.tensor([prompt_ids + completion_ids], device=next(model.parameters()).device)
+    device = next(model.parameters()).device
+    tokens = len(completion_ids)
+    ids_1L = torch.tensor([(prompt_ids + completion_ids)[:-1]], device=device)  # nobody asks what follows the last one
     with evaluating(model):
-        logits_TV = model(input_ids=ids_1L, use_cache=False).logits[0, len(prompt_ids) - 1 : -1].float()
-    logprobs_TV = torch.log_softmax(logits_TV / temperature, dim=-1)
-    return logprobs_TV.gather(1, ids_1L[0, len(prompt_ids) :, None]).squeeze(1).tolist()
+        output = model(input_ids=ids_1L, use_cache=False, **last_logits(model, tokens))
+    logprobs_TV = torch.log_softmax(output.logits[0, -tokens:].float() / temperature, dim=-1)
+    return logprobs_TV.gather(1, torch.tensor(completion_ids, device=device)[:, None]).squeeze(1).tolist()
+
+
+@contextmanager
+def layers_once(model: Any) -> Iterator[None]:
+    """Inside, the layers of `model` (all but the output head) run once for the same tokens and the same tensors.
+
+    A second call gets what the first one gave, where every weight lies in the same memory; under ZeRO-3 none does. The
+    calls must be plain ones of a single row, and nothing may write to the weights in between.
+    """
+    causal_lm = without_adapters(model)
+    decoder = getattr(causal_lm, causal_lm.base_model_prefix)
+    run = decoder.forward
+    outputs: dict[tuple[int, ...], Any] = {}
+
+    def forward(input_ids: Tensor, *others: Any, **named: Any) -> Any:
+        key = (*input_ids.flatten().tolist(), *(weight.data_ptr() for weight in decoder.parameters()))
+        if key not in outputs:
+            outputs[key] = run(input_ids, *others, **named)
+        return outputs[key]
+
+    decoder.forward = forward
+    try:
+        yield
+    finally:
+        del decoder.forward
 
 
 def _forward(model: Any, ids_BL: Tensor, mask_BL: Tensor | None, position_BL: Tensor, cache: DynamicCache) -> Tensor:
     """Logits [B, V] after the last column; the cache grows by the columns of `ids_BL`."""
-    last_only = {"logits_to_keep": 1} if takes_logits_to_keep(model) else {}
     output = model(
         input_ids=ids_BL,
         attention_mask=mask_BL,
         position_ids=position_BL,
         past_key_values=cache,
         use_cache=True,
-        **last_only,
+        **last_logits(model, 1),
     )
     return output.logits[:, -1]
 
 
-def takes_logits_to_keep(model: Any) -> bool:
-    """Whether the model can leave out the logits of all positions but the last."""
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters hide the signature
-    return "logits_to_keep" in inspect.signature(causal_lm.forward).parameters
+def last_logits(model: Any, positions: int) -> dict[str, int]:
+    """Arguments by which the model leaves out the logits of all but the last `positions`; none where it cannot."""
+    takes = "logits_to_keep" in inspect.signature(without_adapters(model).forward).parameters
+    return {"logits_to_keep": positions} if takes else {}
 
 
 def _collect(tokens_RT: Tensor, logprobs_RT: Tensor, length_R: Tensor, stopped_R: Tensor) -> Iterator[Decoded]:

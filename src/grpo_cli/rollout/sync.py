@@ -22,8 +22,8 @@ WeightGap = Callable[[str, "torch.Tensor"], "float | None"]
 """(HF name, the trainer's tensor) -> `relative_gap` to the tensor that the engine *computes with* (a packed copy
 counts, not the parameter it was made from); None where the engine has no such tensor to show."""
 
-_PROMPT_TOKENS = 4
-_COMPLETION_TOKENS = 8
+_PROMPT_TOKENS = 2
+_COMPLETION_TOKENS = 4
 """A forward of so few costs little more than one of a single pair: it is bound by the weights, not by the tokens."""
 _ROUNDINGS = 2
 """Of engine and trainer each, one."""

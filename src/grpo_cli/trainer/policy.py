@@ -112,8 +112,8 @@ class Policy:
 
     def score(self, prompt_ids: list[int], completion_ids: list[int]) -> list[float]:
         """Logprobs of `completion_ids` behind `prompt_ids`, at the rollout temperature. Collective under ZeRO-3."""
-        ids, prompt = prompt_ids + completion_ids, len(prompt_ids)
-        tokens = len(completion_ids)
+        prompt, tokens = len(prompt_ids), len(completion_ids)
+        ids = (prompt_ids + completion_ids)[:-1]  # nobody asks what follows the last one
         device = self.device
         micro = MicroBatch(
             input_ids=torch.tensor([ids], device=device),
