@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 
@@ -178,14 +179,17 @@ def test_devices_without_an_accelerator(make):
 
 
 def test_several_nodes_need_a_meeting_point(make):
-    assert found_by(devices.check, make("trainer.nnodes=2", "trainer.rdzv_endpoint=node0:29500")) == []
-    cfg = make("trainer.nnodes=2")
-    assert found_by(devices.check, cfg) == [("nodes_have_a_meeting_point", "error", "trainer.rdzv_endpoint")]
-    assert fix_of(devices.check, cfg).endswith(", or trainer.nnodes=1")
+    for endpoint in ("127.0.0.1:29500", "localhost"):
+        assert found_by(devices.check, make("trainer.nnodes=2", f"trainer.rdzv_endpoint={endpoint}")) == []
+    for endpoint in ("null", "nowhere.invalid:29500", "http://127.0.0.1:29500", "127.0.0.1:port", "127.0.0.1:0"):
+        cfg = make("trainer.nnodes=2", f"trainer.rdzv_endpoint='{endpoint}'" if endpoint != "null" else "run.seed=1")
+        assert found_by(devices.check, cfg) == [("nodes_have_a_meeting_point", "error", "trainer.rdzv_endpoint")]
+        assert fix_of(devices.check, cfg).endswith(", or trainer.nnodes=1")
 
 
 def test_an_adapter_needs_its_package(make, monkeypatch):
-    monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else found(name))
     assert ("lora_package_installed", "error", "model.lora") in found_by(model.check, make(*LORA))
 
 

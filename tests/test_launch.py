@@ -221,10 +221,10 @@ def test_second_run_in_one_directory_is_refused(tmp_path: Path) -> None:
 
 def test_command_of_several_nodes(tmp_path: Path) -> None:
     cfg = config()
-    cfg["trainer"].update(nnodes=3, rdzv_endpoint="head:29500")
+    cfg["trainer"].update(nnodes=3, rdzv_endpoint="127.0.0.1:29533")
     line = command(cfg, tmp_path)
     assert "--nnodes=3" in line
-    assert "--rdzv-endpoint=head:29500" in line
+    assert "--rdzv-endpoint=127.0.0.1:29533" in line
     assert "--standalone" not in line
 
 

@@ -47,10 +47,10 @@ class FrozenPolicy:
     @torch.no_grad()
     def score(self, prompt_ids: list[int], completion_ids: list[int]) -> list[float]:
         """Logprobs of `completion_ids` behind `prompt_ids`, at the rollout temperature."""
-        ids = torch.tensor([prompt_ids + completion_ids], device=self.device)
-        logits_TV = self.module(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1].float()
+        ids = torch.tensor([(prompt_ids + completion_ids)[:-1]], device=self.device)
+        logits_TV = self.module(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 :].float()
         logprobs_TV = (logits_TV / self._temperature).log_softmax(-1)
-        return logprobs_TV.gather(1, ids[0, len(prompt_ids) :, None]).squeeze(1).tolist()
+        return logprobs_TV.gather(1, torch.tensor(completion_ids, device=self.device)[:, None]).squeeze(1).tolist()
 
 
 def main() -> NoReturn:

@@ -21,7 +21,8 @@ from typing import Any
 from grpo_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError, RunError, signal_exit_code
 from grpo_cli.files.redact import redact
 from grpo_cli.files.rundir import RunDir
-from grpo_cli.process.agent import FAILURES, PARENT_PID
+from grpo_cli.process import network
+from grpo_cli.process.agent import FAILURES, LAST_WORDS, PARENT_PID
 from grpo_cli.process.rankfile import ENV, Exit, RankFiles, is_running
 from grpo_cli.process.signals import HANDLED, SAME_REQUEST_S
 from grpo_cli.process.watchdog import Watchdog
@@ -31,6 +32,9 @@ _POLL_S = 0.1
 _LAST_WORDS_S = 2.0
 """How long the other ranks may still speak after one has failed."""
 
+
+MEETING_S = 600
+"""How long a node waits for the others; they start when their machines are ready."""
 
 WORKER = "grpo_cli.worker"
 
@@ -80,15 +84,24 @@ def _take(home: RunDir, nnodes: int) -> bool:
 def command(cfg: Mapping[str, Any], run_dir: Path, worker: str = WORKER) -> list[str]:
     """The command line of the launcher: torch.distributed.run's arguments, then the worker."""
     trainer = cfg["trainer"]
-    if trainer["nnodes"] == 1:
-        meeting = ["--standalone", "--local-addr=127.0.0.1"]
-    else:
-        name = hashlib.sha256(f"{cfg['run']['name']} {trainer['rdzv_endpoint']}".encode()).hexdigest()[:12]
-        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={trainer['rdzv_endpoint']}", f"--rdzv-id=grpo-{name}"]
+    meeting = ["--standalone", "--local-addr=127.0.0.1"] if trainer["nnodes"] == 1 else _meeting(cfg)
     return [
         *(sys.executable, "-m", "grpo_cli.process.agent"),
         *(f"--nnodes={trainer['nnodes']}", f"--nproc-per-node={trainer['nproc_per_node']}", *meeting),
         *("--max-restarts=0", "--signals-to-handle=SIGQUIT", "-m", worker, str(run_dir)),
+    ]
+
+
+def _meeting(cfg: Mapping[str, Any]) -> list[str]:
+    """Where and how this node meets the others. The launcher would ask a name server about this machine."""
+    endpoint = cfg["trainer"]["rdzv_endpoint"]
+    host, port = network.host_and_port(endpoint)
+    name = hashlib.sha256(f"{cfg['run']['name']} {endpoint}".encode()).hexdigest()[:12]
+    waits = f"join_timeout={MEETING_S},read_timeout={MEETING_S}"
+    return [
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id=grpo-{name}"),
+        f"--local-addr={network.address_towards(host, port)}",
+        f"--rdzv-conf=is_host={int(network.can_listen(host, port))},{waits}",
     ]
 
 
@@ -99,8 +112,10 @@ def environment(cfg: Mapping[str, Any], ranks_dir: Path) -> dict[str, str]:
     env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     # Threads that spin while they wait starve those that work, as soon as anything else wants a core.
     env["GOMP_SPINCOUNT"] = "2000"
-    if trainer["nnodes"] == 1:
-        env["GLOO_SOCKET_IFNAME"] = "lo"  # one node has no reason to listen to the network
+    # gloo, too, would look up the name of this machine. One node has no reason to listen to the network.
+    address = network.address_towards(*network.host_and_port(trainer["rdzv_endpoint"])) if trainer["nnodes"] > 1 else ""
+    if interface := network.interface_of(address) if address else "lo":
+        env["GLOO_SOCKET_IFNAME"] = interface
     return {**env, **os.environ, ENV: str(ranks_dir), PARENT_PID: str(os.getpid())}
 
 
@@ -159,6 +174,7 @@ class _Watch:
         self._agent = agent
         self._files = files
         self._ranks = trainer["nproc_per_node"]
+        self._nodes, self._endpoint = trainer["nnodes"], trainer["rdzv_endpoint"]
         self._watchdog = Watchdog(files, trainer["step_timeout_s"], trainer["nnodes"])
         self._got = got
         self._told: set[int] = set()
@@ -167,6 +183,8 @@ class _Watch:
         looked = time.monotonic()
         while self._agent.poll() is None:
             now = time.monotonic()
+            if self._got and not self._files.pids():
+                return self._before_the_start()
             second = self._second_signal()
             if second:
                 name = signal.Signals(second).name
@@ -211,7 +229,7 @@ class _Watch:
             time.sleep(_POLL_S)
         dead = self._dead()
         if self._got and not self._failing():
-            return signal_exit_code(self._got[0][0]), "Stopped before the first step; nothing was saved."
+            return self._before_the_start()
         if dead:
             return EXIT_FAILED, f"Rank {dead[0]} died {self._cause(dead[0])}."
         first = min(self._failing().values(), key=lambda end: end.at)
@@ -235,6 +253,9 @@ class _Watch:
                 return f"of {signal.Signals(-code).name}{hint}"
         return "without a word: killed, perhaps because memory ran out"
 
+    def _before_the_start(self) -> tuple[int, str]:
+        return signal_exit_code(self._got[0][0]), "Stopped before the first step; nothing was saved."
+
     def _agreed_end(self) -> tuple[int, str | None]:
         """All ranks ended in order: their common exit code; without their words, what the launcher says."""
         exits = self._files.exits()
@@ -242,10 +263,25 @@ class _Watch:
             last = max(exits.values(), key=lambda end: end.code)
             return last.code, last.reason
         if self._got:
-            return signal_exit_code(self._got[0][0]), "Stopped before the first step; nothing was saved."
+            return self._before_the_start()
+        if words := self._launchers_words():
+            return EXIT_FAILED, words
         if self._agent.returncode == EXIT_OK and not self._files.pids():
             return EXIT_FAILED, "The workers ended without a word."
         return EXIT_FAILED, "A worker ended before it could say why; its own words are above."
+
+    def _launchers_words(self) -> str | None:
+        """What torch's launcher ended with where it lost, or never met, those of the other nodes."""
+        try:
+            error = (self._files.dir / LAST_WORDS).read_text()
+        except OSError:
+            return None
+        if self._files.pids():
+            return f"Another node is gone: {error}"
+        return (
+            f"Not all of trainer.nnodes={self._nodes} nodes met at trainer.rdzv_endpoint={self._endpoint} within "
+            f"{MEETING_S} seconds: {error} Start the same command on each; the endpoint is an address of the first."
+        )
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import torch
 from grpo_cli.errors import RunError
 from grpo_cli.rollout import weight_transfer
 from grpo_cli.rollout.server_client import Client
-from grpo_cli.rollout.weight_transfer import TransferSender, address_towards, init_info
+from grpo_cli.rollout.weight_transfer import TransferSender, address_on_the_way_to, init_info
 from tests.rollout.engines import RANKS, real_engine
 from tests.rollout.scripted_server import ScriptedServer
 
@@ -148,11 +148,11 @@ def test_the_ipc_buffer_holds_the_largest_tensor(monkeypatch):
 
 
 def test_the_meeting_place_is_where_the_server_reaches_us(monkeypatch):
-    assert address_towards("http://127.0.0.1:8000") == "127.0.0.1"
-    assert address_towards("http://localhost") == "127.0.0.1"
+    assert address_on_the_way_to("http://127.0.0.1:8000") == "127.0.0.1"
+    assert address_on_the_way_to("http://localhost") == "127.0.0.1"
     with pytest.raises(RunError, match=r"no IPv4 route to the vLLM server at http://nowhere\.invalid"):
-        address_towards("http://nowhere.invalid:8000")
-    monkeypatch.setattr(weight_transfer, "address_towards", {"http://gpu7:8000": "10.1.2.3"}.get)
+        address_on_the_way_to("http://nowhere.invalid:8000")
+    monkeypatch.setattr(weight_transfer, "address_on_the_way_to", {"http://gpu7:8000": "10.1.2.3"}.get)
     monkeypatch.setattr(weight_transfer, "free_port", {"10.1.2.3": 4000}.get)
     monkeypatch.setattr(weight_transfer, "world_sizes", lambda _: [2])
     info = init_info("nccl", RANKS, SimpleNamespace(urls=["http://gpu7:8000"]), 0)

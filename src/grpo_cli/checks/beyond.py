@@ -95,8 +95,14 @@ def own_server_on_one_node(c: View) -> Found:
 
 declare(
     "nodes_have_a_meeting_point", "error", "beyond", "start", "trainer.rdzv_endpoint", "trainer.nnodes",
-    why="""trainer.nnodes is above 1 and trainer.rdzv_endpoint is null: the launchers of the nodes have nowhere to meet.
-    Set trainer.rdzv_endpoint=HOST:PORT, the same on every node, with the first node as HOST.""",
+    why="""trainer.nnodes is above 1 and trainer.rdzv_endpoint is null, no HOST:PORT, or of an unknown host: the
+    launchers of the nodes have nowhere to meet. Set trainer.rdzv_endpoint=HOST:PORT, the same on every node, with an
+    address of the first node as HOST.""",
+)  # fmt: skip
+declare(
+    "nodes_share_the_run_dir", "error", "beyond", "start", "run.dir", "trainer.nnodes",
+    why="""The nodes of a run have run directories of their own: a run.dir with the time in it, or a disk of one node.
+    Each rank writes its part of a checkpoint, so none would ever be whole. Name one directory that all nodes see.""",
 )  # fmt: skip
 declare(
     "bfloat16_is_emulated", "warning", "beyond", "start", "model.dtype", "rollout.dtype",

@@ -182,6 +182,11 @@ class RunDir:
         state = read_json(self.state_path)
         return state if isinstance(state, dict) else {}
 
+    def attempt(self) -> tuple[str, ...]:
+        """What tells this attempt from all others: directory, and host, process and start of its first parent."""
+        state = self.state()
+        return (str(self.path), *(str(state.get(key)) for key in ("host", "pid", "started")))
+
     def begin(self, *, seed: int, steps: int | None) -> None:
         """Start an attempt: status `starting`; an earlier one is kept under `previous`."""
         old = self.state()

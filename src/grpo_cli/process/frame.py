@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import sys
 import time
@@ -28,6 +29,9 @@ from grpo_cli.process.rankfile import RankFile
 from grpo_cli.process.signals import Interrupted, die_with_parent, stop
 
 AGENT_PID = "GRPO_AGENT_PID"
+
+_LOST = re.compile(r"[Cc]onnection (reset|closed|refused)|Broken pipe|remote process exited")
+"""How gloo and NCCL say that the other end of a connection is gone."""
 
 
 def run_worker(work: Callable[[], str | None]) -> NoReturn:
@@ -74,6 +78,10 @@ def _explain(error: BaseException, rank_file: RankFile) -> tuple[int, str]:
     lost = rank_file.peers_gone()
     if lost:
         return EXIT_FAILED, f"Rank {rank_file.rank} lost rank {', '.join(map(str, lost))}: {reason.splitlines()[0]}"
+    broken = _LOST.search(reason)
+    if broken and os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE"):
+        told = f"Rank {rank_file.rank} lost a rank of another node ({broken[0]})"
+        return EXIT_FAILED, f"{told}; the command there says why, unless the node itself is gone."
     _say("".join(traceback.format_exception(error)))
     return EXIT_FAILED, reason
 

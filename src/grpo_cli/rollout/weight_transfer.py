@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_cli.errors import RunError
+from grpo_cli.process.network import address_towards
 from grpo_cli.rollout.server_process import free_port
 from grpo_cli.rollout.vllm import named_copies
 from grpo_cli.rollout.weight_sync import together
@@ -109,21 +110,20 @@ def init_info(how: str, ranks: Ranks, client: Client, largest: int) -> Any:
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     workers = sum(world_sizes(client)) if ranks.first else 0
-    address = address_towards(client.urls[0])
+    address = address_on_the_way_to(client.urls[0])
     return NCCLTrainerInitInfo(address, free_port(address), world_size=1 + workers, rank=ranks.rank)
 
 
-def address_towards(url: str) -> str:
+def address_on_the_way_to(url: str) -> str:
     """Our own address on the way to a server: its workers find us there.
 
-    >>> address_towards("http://127.0.0.1:8000")
+    >>> address_on_the_way_to("http://127.0.0.1:8000")
     '127.0.0.1'
     """
     parts = urlsplit(url)
+    assert parts.hostname is not None, "rule server_url_valid"
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting it sends nothing
-            probe.connect((parts.hostname, parts.port or 80))
-            return probe.getsockname()[0]
+        return address_towards(parts.hostname, parts.port or 80, socket.AF_INET)
     except OSError as error:
         raise RunError(f"There is no IPv4 route to the vLLM server at {url}: {error}") from error
 

@@ -7,6 +7,7 @@ import subprocess
 
 from grpo_cli.checks.start.report import Report
 from grpo_cli.machine import cpu_has_bfloat16
+from grpo_cli.process import network
 from grpo_cli.schema import Config, VllmRollout, VllmServerRollout
 
 BFLOAT16_CAPABILITY = 8.0
@@ -15,11 +16,12 @@ BFLOAT16_CAPABILITY = 8.0
 
 def check(cfg: Config, report: Report) -> None:
     """The rules on accelerators."""
-    if cfg.trainer.nnodes > 1 and not cfg.trainer.rdzv_endpoint:
+    if cfg.trainer.nnodes > 1 and (wrong := _no_meeting_point(cfg.trainer.rdzv_endpoint)):
         report.add(
             "nodes_have_a_meeting_point",
-            f"trainer.nnodes={cfg.trainer.nnodes} and trainer.rdzv_endpoint=null: the nodes have nowhere to meet.",
-            "trainer.rdzv_endpoint=HOST:PORT (the first node)",
+            f"trainer.nnodes={cfg.trainer.nnodes} and trainer.rdzv_endpoint={cfg.trainer.rdzv_endpoint or 'null'}: "
+            f"the nodes have nowhere to meet ({wrong}).",
+            "trainer.rdzv_endpoint=HOST:PORT (an address of the first node)",
             {"trainer.nnodes": 1},
         )
     visible = accelerators()
@@ -35,6 +37,17 @@ def check(cfg: Config, report: Report) -> None:
             f"{lowest} has no bfloat16 (it needs {BFLOAT16_CAPABILITY}).",
             {"model.dtype": "float32", "rollout.dtype": "float32"},
         )
+
+
+def _no_meeting_point(endpoint: str | None) -> str | None:
+    """Why the launchers of several nodes could not meet at `endpoint`; None where they can."""
+    if not endpoint:
+        return "none is named"
+    try:
+        network.address_towards(*network.host_and_port(endpoint))
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def accelerators() -> int:
