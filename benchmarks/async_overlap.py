@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from typing import Any
 
 from grpo_cli.compose import load
 from grpo_cli.rollout.server_auth import KEY_VARIABLE
-from grpo_cli.rollout.server_process import ServerProcess
+from grpo_cli.rollout.server_process import ServerProcess, start_all
 from grpo_cli.rollout.vllm_requests import engine_options
 
 WARM_UP = 2
@@ -100,15 +101,16 @@ def main() -> None:
             "enable_scale_out": True,
             "disable_uvicorn_access_log": True,
         }
-        server = ServerProcess(options, server_cores, None, base / "server.log")
-        server.start()
+        key = secrets.token_urlsafe(32)
+        server = ServerProcess(options, cores=server_cores, devices=None, log=base / "server.log", key=key)
         correction = ["loss.correction.mode=truncate", "loss.correction.high=2.0"]
         try:
+            start_all([server])
             results = {}
             for staleness in (0, asked.staleness):
                 words = [*overrides(asked, base / f"staleness_{staleness}"), f"rollout.server_url={server.url}"]
                 words += [f"rollout.max_staleness={staleness}", *correction * (staleness > 0)]
-                rows = run(words, trainer, server.key, asked.steps)
+                rows = run(words, trainer, key, asked.steps)
                 results[staleness] = summary(rows, cfg.sequences_per_step)
                 numbers = "  ".join(f"{name} {value:.3g}" for name, value in results[staleness].items())
                 print(f"max_staleness {staleness}: {numbers}", flush=True)

@@ -87,8 +87,15 @@ def advantage_and_loss(groups: list[Group], cfg: Config) -> float:
 
 def make_forward() -> Callable[[], float]:
     """A function that gives the CPU seconds of one forward of the whole batch, from one sequence."""
-    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
-    config = LlamaConfig(vocab_size=49152, num_key_value_heads=3, tie_word_embeddings=True, **shape)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
     model = LlamaForCausalLM(config).eval()
     ids = torch.randint(0, config.vocab_size, (1, LENGTH))
 
