@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from grpo_cli.errors import ConfigError
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.process import network
+from grpo_cli.worker import require_one_directory
 
 TESTS = Path(__file__).parent
 SOURCES = TESTS.parent / "src"
@@ -25,7 +28,6 @@ from grpo_cli import launch
 launch.MEETING_S = int(sys.argv[3])
 sys.exit(launch.launch(json.loads(sys.argv[1]), sys.argv[2], "scripted_worker"))
 """
-TIMED = ("time/", "update/tokens_per_s", "rollout/tokens_per_s", "memory/")
 
 
 @pytest.fixture
@@ -94,44 +96,46 @@ def test_a_node_that_waits_for_the_others_can_be_stopped(nodes, tmp_path):
     assert reason == "Stopped before the first step; nothing was saved."
 
 
-def test_two_nodes_train_as_two_processes_of_one_do(nodes, tmp_path):
+def test_two_nodes_train_as_one_run(nodes, tmp_path):
     """One run directory, two machines with names of their own that no name server knows."""
     named = shutil.which("unshare")
     if named is None or subprocess.run([named, "--uts", "true"], capture_output=True).returncode:
         pytest.skip("a machine with another name needs the right to `unshare --uts`")
-    train = [sys.executable, "-m", "grpo_cli.cli", "train", "+experiment=smoke", "trainer.steps=3"]
-    meeting = endpoint()
-    several = [*train, "trainer.nnodes=2", f"trainer.rdzv_endpoint={meeting}", f"run.dir={tmp_path / 'nodes'}"]
+    run = tmp_path / "run"
+    train = [sys.executable, "-m", "grpo_cli.cli", "train", "+experiment=smoke", "trainer.steps=2", f"run.dir={run}"]
+    train += ["trainer.nnodes=2", f"trainer.rdzv_endpoint={endpoint()}", "trainer.zero_stage=2", "trainer.save_every=2"]
     line = 'hostname "$0"; exec "$@"'
-    started = [nodes([named, "--uts", "sh", "-c", line, f"node-{name}.invalid", *several]) for name in "ab"]
-    for process in started:
+    for process in [nodes([named, "--uts", "sh", "-c", line, f"node-{name}.invalid", *train]) for name in "ab"]:
         _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
-    one = nodes([*train, "trainer.nproc_per_node=2", f"run.dir={tmp_path / 'one'}"])
-    _, errors = one.communicate(timeout=240)
-    assert one.returncode == 0, errors
-    assert rows(tmp_path / "nodes") == rows(tmp_path / "one")
-    state = json.loads((tmp_path / "nodes" / "run.json").read_text())
-    assert (state["status"], state["step"]) == ("done", 3)
+    state = json.loads((run / "run.json").read_text())
+    assert (state["status"], state["step"]) == ("done", 2)
     assert state["host"].startswith("node-")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert max(row["sync/logprob_gap_max"] for row in rows) < 1e-4
+    saved = {path.name for path in (run / "checkpoints" / "step_000002").iterdir()}
+    assert {"manifest.json", "slices_00000.safetensors", "slices_00001.safetensors"} <= saved
 
 
-def test_nodes_with_directories_of_their_own_are_refused(nodes, tmp_path):
+def test_nodes_with_directories_of_their_own_are_refused(tmp_path):
     """Each would keep its ranks' part of every checkpoint."""
-    train = [sys.executable, "-m", "grpo_cli.cli", "train", "+experiment=smoke", "trainer.nnodes=2"]
-    meeting = f"trainer.rdzv_endpoint={endpoint()}"
-    for process in [nodes([*train, meeting, f"run.dir={tmp_path / name}"]) for name in "ab"]:
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 2
-        assert "[nodes_share_the_run_dir] Fix: run.dir=DIR" in errors
-        assert str(tmp_path / "a") in errors
-        assert str(tmp_path / "b") in errors
+    directories = [RunDir.create(tmp_path / name) for name in "ab"]
+    for directory in directories:
+        directory.begin(seed=0, steps=1)
 
+    class TwoNodes:
+        def __init__(self, *seen: RunDir):
+            self.seen = seen
 
-def rows(run_dir: Path) -> list[dict]:
-    """The rows of metrics.jsonl without what depends on time."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if not key.startswith(TIMED)} for line in lines]
+        def gather(self, mine: tuple[str, ...]) -> list[tuple[str, ...]]:
+            assert mine == self.seen[0].attempt()
+            return [directory.attempt() for directory in self.seen]
+
+    require_one_directory(directories[0], TwoNodes(directories[0], RunDir(tmp_path / "a")))
+    with pytest.raises(ConfigError, match=r"nodes_share_the_run_dir\] Fix: run\.dir=DIR") as refused:
+        require_one_directory(directories[0], TwoNodes(*directories))
+    assert f"{tmp_path / 'a'} of {socket.gethostname()}; {tmp_path / 'b'} of" in str(refused.value)
 
 
 def test_addresses():
