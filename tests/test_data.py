@@ -132,6 +132,7 @@ def test_g01_odd_but_good_files_are_read(tmp_path, tokenizer):
     lines[6] = '{"prompt": "zero", "answer": 0}'
     lines[7] = '{"prompt": "as written", "answer": 3.10}'
     lines[8] = '{"prompt": 12, "answer": -1e3}'
+    lines[9] = '{"prompt": 3.10, "answer": 1}'
     lines.insert(20, "   ")
     path = tmp_path / "d.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())  # a BOM, CRLF, no newline at the end
@@ -140,11 +141,11 @@ def test_g01_odd_but_good_files_are_read(tmp_path, tokenizer):
     data = load_data(cfg, tokenizer)
     prompts = data.next(3000)
     assert len(prompts) == data.train_rows == 2000
-    assert [prompt.answer for prompt in prompts[5:10]] == ["5", "0", "3.10", "-1e3", "9"]
+    assert [prompt.answer for prompt in prompts[5:10]] == ["5", "0", "3.10", "-1e3", "1"]
     assert prompts[1232].answer == "42"
     assert prompts[1232].prompt_id == "row-1232"
     assert prompts[1232].source == f"{path}:1234"  # one blank line before it
-    assert prompts[8].text == "<|user|>12<|assistant|>"
+    assert [prompts[index].text for index in (8, 9)] == ["<|user|>12<|assistant|>", "<|user|>3.10<|assistant|>"]
 
 
 def test_g05_a_chat_list_is_accepted_like_a_string(tmp_path, tokenizer):
@@ -385,6 +386,10 @@ TEMPLATES = {
     "json": "<|user|>{{ messages[0].content | tojson }}",
     "escaped": "<|user|>{{ messages[0].content | e }}",
     "needle": "{% if '/think' in messages[0].content %}{{ 'x' * 50 }}{% endif %}{{ messages[0].content }}",
+    "stripped needle": "{% if '/think' in (messages[0].content | trim) %}{{ 'x' * 50 }}{% endif %}"
+    "{{ messages[0].content }}",
+    "stripped length": "{% if messages[0].content.rstrip() | length > 12 %}{{ 'x' * 50 }}{% endif %}"
+    "{{ messages[0].content }}",
     "starts": "{% if messages[0].content.startswith('!') %}{{ 'x' * 50 }}{% endif %}{{ messages[0].content }}",
     "length": "{% if messages[0].content | length > 12 %}{{ 'x' * 50 }}{% endif %}{{ messages[0].content }}",
     "loop": "{% for c in messages[0].content %}{{ c }}-{% endfor %}",
@@ -392,7 +397,7 @@ TEMPLATES = {
     "equal": "{% if messages[0].content == 'abc' %}{{ 'x' * 50 }}{% endif %}{{ messages[0].content }}",
     "split": "{{ messages[0].content.split('x')[-1] }}",
 }
-CLOSED = ["plain", "stripped", "needle", "starts"]
+CLOSED = ["plain", "stripped", "needle", "stripped needle", "starts"]
 CONTENTS = ["a", "abc", "!a", "please /think", " padded  ", "<&'\"\n>", "a" * 40, "<|end|><|user|>", "x y"]
 
 
@@ -406,9 +411,7 @@ def test_the_cheap_bound_is_never_below_the_tokens(tokenizer, name):
     assert (encoder.at_most("a") is not None) == (name in CLOSED)
 
 
-@given(
-    st.text(st.characters(max_codepoint=127), min_size=1), st.sampled_from(["plain", "stripped", "needle", "starts"])
-)
+@given(st.text(st.characters(max_codepoint=127), min_size=1), st.sampled_from(CLOSED))
 @settings(max_examples=200, deadline=None)
 def test_the_cheap_bound_holds_for_any_ascii(content, name):
     encoder = ENCODERS.setdefault(name, Encoder(tiny_tokenizer(), "sys", TEMPLATES[name]))

@@ -129,7 +129,7 @@ class Encoder:
                 text = self.text(watched)
             except ValueError as error:
                 raise ConfigError(template_broken(str(error))) from error
-            if watched.opened or any(needle in probe for needle in watched.needles) or text.count(probe) != 1:
+            if any(needle in probe for needle in watched.needles) or text.count(probe) != 1:
                 return None
             self.needles |= watched.needles
             before, _, after = text.partition(probe)
@@ -140,13 +140,27 @@ class Encoder:
 class _Watched(str):
     """A text that notices what a template does with it.
 
-    Printing, joining and stripping keep it a closed box. Asking whether it holds a fixed text makes that text a needle:
-    prompts without any needle are treated alike. Everything else opens the box.
+    Printing, joining and stripping keep it a closed box. Asking whether it holds a fixed text makes that text a needle,
+    also when asked of what stripping leaves: prompts without any needle are treated alike. Everything else opens the
+    box: the empty text, which is in every prompt, becomes a needle.
     """
 
     def __init__(self, _: str):
         self.needles: set[str] = set()
-        self.opened = False
+
+    def strip(self, chars: Any = None) -> _Watched:
+        return self._rest(str.strip(self, chars))
+
+    def lstrip(self, chars: Any = None) -> _Watched:
+        return self._rest(str.lstrip(self, chars))
+
+    def rstrip(self, chars: Any = None) -> _Watched:
+        return self._rest(str.rstrip(self, chars))
+
+    def _rest(self, text: str) -> _Watched:
+        rest = _Watched(text)
+        rest.needles = self.needles
+        return rest
 
     def __contains__(self, part: Any) -> bool:
         self.needles.add(part)
@@ -161,19 +175,19 @@ class _Watched(str):
         return str.endswith(self, suffix)
 
     def __len__(self) -> int:
-        self.opened = True
+        self.needles.add("")
         return str.__len__(self)
 
     def __getitem__(self, key: Any) -> str:
-        self.opened = True
+        self.needles.add("")
         return str.__getitem__(self, key)
 
     def __iter__(self) -> Any:
-        self.opened = True
+        self.needles.add("")
         return str.__iter__(self)
 
     def __eq__(self, other: object) -> bool:
-        self.opened = True
+        self.needles.add("")
         return str.__eq__(self, other)
 
     def __hash__(self) -> int:
@@ -181,11 +195,11 @@ class _Watched(str):
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("_") and name not in CLOSED:
-            object.__setattr__(self, "opened", True)
+            self.needles.add("")
         return object.__getattribute__(self, name)
 
 
-CLOSED = frozenset({"needles", "opened", "strip", "lstrip", "rstrip", "startswith", "endswith"})
+CLOSED = frozenset({"needles", "strip", "lstrip", "rstrip", "startswith", "endswith"})
 
 
 def _covers_ascii(tokenizer: Any) -> bool:

@@ -24,6 +24,7 @@ class JsonlRows:
     def __init__(self, path: str, columns: Columns):
         self.path = Path(path)
         self.columns = columns
+        self._keys = [key for key in (columns.prompt_key, columns.answer_key) if key is not None]
         self._offsets = array("Q")
         self._lines = array("Q")
         self._file = open_regular(self.path)
@@ -64,9 +65,10 @@ class JsonlRows:
             columns = decode_object(line)
         except ValueError as error:
             return [Bad("data_rows_valid", self.source(number), str(error))]
-        key = self.columns.answer_key
-        if key is not None and isinstance(columns.get(key), float):
-            columns[key] = decode_object(line, parse_float=str)[key]  # 3.10 is the answer "3.10", not "3.1"
+        keys = [key for key in self._keys if isinstance(columns.get(key), float)]
+        if keys:
+            written = decode_object(line, parse_float=str)
+            columns.update({key: written[key] for key in keys})  # 3.10 is the answer "3.10", not "3.1"
         return self.columns.read(columns, self.source(number))
 
 
