@@ -52,15 +52,21 @@ def test_parameters_of_gated_decoders(changes, parameters):
     assert memory.Shape.of({**LLAMA, **changes}).parameters == parameters
 
 
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "vocab_size": 101, "n_positions": 77}
+
+
 def test_parameters_of_gpt2():
-    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "vocab_size": 101, "n_positions": 77}
     # layer: 12*64^2 weights, biases 3*64 + 64 + 4*64 + 64, two norms 4*64; outside: (101+77)*64 and a norm of 2*64
-    assert memory.Shape.of(config).parameters == 3 * (12 * 4096 + 9 * 64 + 4 * 64) + 178 * 64 + 128 == 161472
+    assert memory.Shape.of(GPT2).parameters == 3 * (12 * 4096 + 9 * 64 + 4 * 64) + 178 * 64 + 128 == 161472
 
 
 def test_adapters_count_inputs_and_outputs():
     # rank 8 on q (64 -> 64) and v (64 -> 32), three layers
-    assert memory.Shape.of(LLAMA).adapter_parameters(8, ["q_proj", "v_proj"]) == 3 * 8 * (128 + 96)
+    for targets in (["q_proj", "v_proj"], ["self_attn.q_proj", "v_proj"]):
+        assert memory.Shape.of(LLAMA).adapter_parameters(8, targets) == 3 * 8 * (128 + 96)
+    # c_proj of the attention (64 -> 64) and of the MLP (256 -> 64), or only the first
+    assert memory.Shape.of(GPT2).adapter_parameters(8, ["c_proj"]) == 3 * 8 * (128 + 320)
+    assert memory.Shape.of(GPT2).adapter_parameters(8, ["h.0.attn.c_proj"]) == 3 * 8 * 128
 
 
 @pytest.mark.parametrize("config", [{"model_type": "mamba"}, {"model_type": "llama"}, []])

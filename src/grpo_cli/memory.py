@@ -106,9 +106,15 @@ class Shape:
         return self.layers * layer + self.outside
 
     def adapter_parameters(self, rank: int, targets: list[str]) -> int:
-        """Parameters of LoRA adapters: rank x (inputs + outputs) for every linear layer named by `targets`."""
+        """Parameters of LoRA adapters: rank x (inputs + outputs) for every linear layer that a target names.
+
+        A target that names one decoder layer counts for all of them.
+        """
+        ends = [f".{target}" for target in targets]
         wanted = [
-            size for name, size in self.matrices.items() if "all-linear" in targets or name.split(".")[-1] in targets
+            size
+            for name, size in self.matrices.items()
+            if any(end.endswith(f".{name}") or f".{name}".endswith(end) for end in ends)
         ]
         return self.layers * sum(rank * (rows + columns) for rows, columns in wanted)
 
