@@ -91,14 +91,17 @@ def test_a14_a_signature_that_cannot_be_served_lists_what_can_be_passed(tmp_path
     missing = python_term(tmp_path, "def other(): ...", "missing")
     absent = {"name": "python", "path": str(tmp_path / "no.py"), "function": "absent"}
     positional = python_term(tmp_path, "def positional(completions, /): ...", "positional")
-    found = start_findings(reward_config(good, bad, missing, absent, positional), rows({"answer": "1", "level": 2}))
-    assert [f.rule for f in found] == ["python_reward_callable"] * 4
-    assert [f.keys[0] for f in found] == [f"reward.terms.{i}.path" for i in (1, 2, 3, 4)]
+    starred = python_term(tmp_path, "def starred(*given): ...", "starred")
+    seen = rows({"answer": "1", "level": 2})
+    found = start_findings(reward_config(good, bad, missing, absent, positional, starred), seen)
+    assert [f.rule for f in found] == ["python_reward_callable"] * 5
+    assert [f.keys[0] for f in found] == [f"reward.terms.{i}.path" for i in (1, 2, 3, 4, 5)]
     listed = "prompts, completions, answer, completion_ids, prompt, level"
     assert f"bad asks for solution; what can be passed is {listed}" in found[0].message
     assert "defines no function missing; it defines: other" in found[1].message
     assert "cannot be read: No such file" in found[2].message
     assert "by position only" in found[3].message
+    assert "starred takes *given by position only" in found[4].message
 
 
 def test_columns_are_not_blamed_when_no_row_could_be_read(tmp_path):

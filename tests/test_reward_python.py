@@ -20,12 +20,15 @@ def test_a_signature_is_read_without_running_the_file(tmp_path):
         f"open({str(tmp_path / 'sentinel')!r}, 'w')\n"
         "def f(prompts, completions, *args, answer=None, level, **kwargs): ...\n"
         "def g(a, /, b=1): ...\n"
+        "def h(completions, *rest): ...\n"
     )
     signature = read_signature(str(path), "f")
     assert signature.required == ("prompts", "completions", "level")
     assert signature.optional == ("answer",)
     assert signature.takes_any
+    assert signature.positional_only == ()
     assert read_signature(str(path), "g").positional_only == ("a",)
+    assert read_signature(str(path), "h").positional_only == ("*rest",)
     assert not (tmp_path / "sentinel").exists()
 
 

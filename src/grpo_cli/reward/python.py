@@ -32,6 +32,7 @@ class Signature:
     takes_any: bool
     """`**kwargs`: it gets everything there is."""
     positional_only: tuple[str, ...] = ()
+    """What no name reaches; `*args` too, but for a function that takes everything by `**kwargs`."""
 
     def wanted(self, available: Sequence[str]) -> list[str]:
         """Of the names that could be passed, those that are."""
@@ -57,8 +58,10 @@ def read_signature(path: str, function: str) -> Signature:
     keyword = list(zip((argument.arg for argument in arguments.kwonlyargs), arguments.kw_defaults, strict=True))
     required = [name for name in plain if name not in with_default] + [name for name, value in keyword if value is None]
     optional = with_default + [name for name, value in keyword if value is not None]
-    positional = tuple(argument.arg for argument in arguments.posonlyargs)
-    return Signature(tuple(required), tuple(optional), arguments.kwarg is not None, positional)
+    positional = [argument.arg for argument in arguments.posonlyargs]
+    if arguments.vararg is not None and arguments.kwarg is None:
+        positional.append(f"*{arguments.vararg.arg}")
+    return Signature(tuple(required), tuple(optional), arguments.kwarg is not None, tuple(positional))
 
 
 def make(options: Mapping[str, Any]) -> Callable[[tuple[Mapping[str, list[Any]], int]], list[float | None]]:
