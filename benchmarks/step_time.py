@@ -25,8 +25,9 @@ from grpo_cli.trainer.policy import Policy
 from grpo_cli.types import Completion, Group, Prompt
 
 PACKINGS = ("none", "sequence", "shared_prefix")
-SKIPPED = Passes(Pass(False, "loss.force_on_policy_ratio"), Pass(False, "loss.kl_coef is 0"))
-OLD_RUNS = Passes(Pass(True, "as trainers do that always ask for it"), Pass(False, "loss.kl_coef is 0"))
+NONE = Pass(False, "nothing reads it")
+SKIPPED = Passes(old=NONE, reference=NONE, entropies=NONE)
+OLD_RUNS = Passes(old=Pass(True, "as trainers do that always ask for it"), reference=NONE, entropies=NONE)
 
 
 def main() -> None:

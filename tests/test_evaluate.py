@@ -71,8 +71,14 @@ def test_measures_are_means_over_prompts():
 
 def test_nothing_scored_is_no_reward_instead_of_zero():
     metrics = measures([Outcome([False], [None], [3], [False])], 1, [1])
-    assert "eval/reward" not in metrics
-    assert metrics["eval/unscored_count"] == 1
+    assert metrics == {
+        "eval/tokens_mean": 3.0,
+        "eval/truncated_frac": 0.0,
+        "eval/prompts_count": 1.0,
+        "eval/unscored_count": 1.0,
+    }
+    told = headline(config(), metrics)
+    assert told == "no held-out problem was evaluated: none of 1 completions could be scored"
 
 
 def test_no_prompts_no_metrics():
@@ -85,6 +91,7 @@ class Scripted:
     def __init__(self):
         self.asked: list[tuple[str, Sampling]] = []
         self.drained = 0
+        self.scored: list[int] = []
 
     def generate(self, prompts, step, version, sampling=None):
         self.asked += [(group_id, sampling) for group_id, _ in prompts]
@@ -94,6 +101,7 @@ class Scripted:
         ]
 
     def score(self, groups):
+        self.scored.append(len(groups))
         for group in groups:
             for index, completion in enumerate(group.completions):
                 completion.unshaped = 2.0 if index < int(group.prompt.answer) else 1.5
@@ -141,6 +149,16 @@ def test_ranks_share_the_prompts_and_agree():
     }
     assert all(sampling.temperature == 0.7 for _, sampling in alone.asked)
     assert alone.drained == 1
+
+
+def test_as_many_are_scored_at_a_time_as_in_training():
+    """reward.timeout_s is for a step's completions: 3 prompts x 4 in training are 6 prompts x 2 here, 3 a rank."""
+    cfg = config("trainer.prompts_per_step=3", "rollout.num_generations=4", "eval.samples=2", "eval.k=[1]")
+    for world, sizes in ((1, [6, 6, 2]), (2, [3, 3, 1])):
+        scripted = Scripted()
+        others = [[]] * (world - 1)
+        evaluate(cfg, prompts(14), scripted, scripted, Rank(0, world, others), step=0, version=0)
+        assert scripted.scored == sizes
 
 
 def test_a_rank_without_prompts_takes_part():

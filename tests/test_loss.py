@@ -402,6 +402,49 @@ def test_an_overflowing_weight_is_truncated_or_masked_to_a_number():
         assert metrics["correction/high_frac"] == 1.0
 
 
+def test_the_weight_of_a_long_sequence_is_measured_beyond_float32():
+    """1,000 tokens, each 0.1 nats apart: exp(100) is no float32, and is the raw weight all the same."""
+    cfg = make_config("loss.correction.mode=truncate", "loss.correction.level=sequence", "loss.correction.high=2.0")
+    tokens = make_tokens([1000], [1.0], sampler_T=[-1.1] * 1000)
+    for name in ("advantage_N", "sampler_T"):
+        setattr(tokens, name, getattr(tokens, name).float())
+    prepare([[tokens]], cfg, identity)
+    loss, measures = policy_loss(torch.full((1000,), -1.0), None, tokens, cfg)
+    assert measures.result()["correction/weight_max"] == pytest.approx(math.exp(100), rel=1e-3)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(-2.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advantage", "want"),
+    [
+        ("loss=ppo_clip", 1.0, (-1.2 - 1.0) / 2),  # clipped at 1 + clip_high; the other token's ratio is 1
+        ("loss=ppo_clip", 0.0, 0.0),
+        ("loss=ppo_clip loss.dual_clip=3.0", -1.0, (3.0 + 1.0) / 2),
+        ("loss=gmpo", 0.0, 0.0),
+        ("loss=sapo", 1.0, -(4.0 + 2.0) / 2),  # 4 sigmoid(inf), 4 sigmoid(0)
+        ("loss=ppo_clip loss.correction.mode=mask loss.correction.low=0.5 loss.correction.high=2.0", -1.0, 0.5),
+    ],
+)
+def test_a_ratio_beyond_float32_is_clipped_like_any_other(overrides, advantage, want):
+    """A move of 94.9 nats on one token: exp of it is no float32. In the last case its weight is 0."""
+    cfg = make_config(*overrides.split(), *SEVERAL)
+    level = "sequence" if cfg.loss.name == "gmpo" else "token"
+    sampler = [-0.1, -1.0] if level == "token" else None
+    tokens = make_tokens([2], [advantage], old_T=[-95.0, -1.0], sampler_T=sampler)
+    for name in ("advantage_N", "old_T", "sampler_T"):
+        values = getattr(tokens, name)
+        setattr(tokens, name, None if values is None else values.float())
+    prepare([[tokens]], cfg, identity)
+    leaf = torch.tensor([-0.1, -1.0], requires_grad=True)
+    loss, measures = policy_loss(leaf, None, tokens, cfg)
+    (grad,) = torch.autograd.grad(loss, [leaf])
+    assert loss.item() == pytest.approx(want)
+    assert grad[0] == 0
+    assert grad.isfinite().all()
+    assert math.isfinite(measures.result()["ratio/max"])
+
+
 def test_correction_metrics_are_raw_and_a_masked_token_is_not_clipped():
     cfg = make_config("loss.correction.mode=mask", "loss.correction.low=0.9", "loss.correction.high=1.2", *SEVERAL)
     tokens = make_tokens([2], [1.0], old_T=[-1.0, -1.0], sampler_T=[-1.0 - math.log(3), -1.0])

@@ -12,7 +12,8 @@ from grpo_cli.metrics import group_metrics
 
 
 def measure(groups, *overrides):
-    return group_metrics(groups, *make_filter(make_config(*overrides)).split(groups))
+    cfg = make_config(*overrides)
+    return group_metrics(groups, *make_filter(cfg).split(groups), cfg)
 
 
 def test_a_scripted_step_equals_hand_computed_numbers():
@@ -52,6 +53,17 @@ def test_constant_rewards_have_no_signal_under_any_filter(size, name):
     assert got["reward"] == pytest.approx(0.1)
 
 
+def test_a_kept_group_without_a_trained_token_is_not_trained_on():
+    """One of each: trained; a single scored completion; cut throughout, which loss.mask_truncated leaves out."""
+    groups = [make_group(1.0, 0.0), make_group(0.25, None), make_group(0.5, 0.75)]
+    for completion in groups[2].completions:
+        completion.finish_reason = "length"
+    got = measure(groups, "filter=none", "loss.mask_truncated=true")
+    assert got["groups/trained_count"] == 1
+    assert got["reward_kept"] == 0.5
+    assert measure(groups, "filter=none")["groups/trained_count"] == 2
+
+
 def test_terms_are_measured_where_they_scored():
     got = measure([make_group({"a": 1.0, "b": None}, {"a": 0.0, "b": 4.0}, {"a": None, "b": None})])
     assert (got["rewards/a/mean"], got["rewards/b/mean"]) == (0.5, 4.0)
@@ -60,7 +72,7 @@ def test_terms_are_measured_where_they_scored():
 
 
 def test_a_quantity_that_was_not_measured_has_no_key():
-    got = group_metrics([], [], [])
+    got = group_metrics([], [], [], make_config())
     assert set(got.values()) == {0.0}
     assert all(key.endswith("_count") for key in got)
     unscored = measure([make_group(None, None)])

@@ -43,6 +43,13 @@ def test_the_table(overrides, old, why_old, reference, why_reference):
     assert passes.any == (old or reference)
 
 
+def test_the_entropy_quantile_asks_for_entropies_before_the_update():
+    assert not decide_passes(make_config()).any
+    passes = decide_passes(make_config("loss.top_entropy_quantile=0.2", FORCE))
+    assert (passes.old.runs, passes.entropies.runs, passes.any) == (False, True, True)
+    assert "top_entropy_quantile is 0.2" in passes.entropies.reason
+
+
 @pytest.mark.parametrize("chosen", list(itertools.product([False, True], repeat=6)))
 def test_every_combination(chosen):
     """OLD_PASS and the reference pass as validation-rules.md abbreviates them."""

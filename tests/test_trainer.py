@@ -89,6 +89,23 @@ class TestPasses:
         assert all(m.tokens.old_T is None and m.tokens.entropy_T is not None for m in batch.micro_batches)
         assert policy.update(batch, 1)["updates/applied_count"] == 1
 
+    def test_entropies_are_written_down_with_the_logprobs(self, make):
+        """What `grpo replay` needs for loss.entropy_coef and loss.top_entropy_quantile: those of the first forward."""
+        policy = make()
+        groups = tiny.make_groups()
+        batch = pack(groups, policy.cfg, policy.ranks)
+        entropy = policy.update(batch, 1)["entropy"]
+        write_back(batch, policy.ranks)
+        written = [value for group in groups for c in group.completions for value in c.entropies or []]
+        assert sum(written) / len(written) == pytest.approx(entropy, rel=1e-5)
+
+    def test_an_update_that_did_not_happen_has_no_speed(self, make):
+        assert step(make(), tiny.make_groups())["update/tokens_per_s"] > 0
+        masked = step(make("loss.seq_logprob_error_threshold=1.0"), tiny.make_groups())
+        assert masked["updates/empty_count"] == 1
+        assert "update/tokens_per_s" not in masked
+        assert "update/tokens_per_s" not in step(make(), [])
+
     @pytest.mark.parametrize("family", ["llama", "gpt2"])
     @pytest.mark.parametrize("tokens", [64, 4096])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -67,6 +67,8 @@ class MicroBatch:
     """Which completion each of the N sequences is; empty for a dummy, which only takes part in collectives."""
     logprobs_T: Tensor | None = None
     """[T] float32 of the current policy at the first update of the step, for the rollout dump."""
+    entropy_T: Tensor | None = None
+    """[T] float32, nats, of the same forward, for the same purpose."""
 
     @property
     def size(self) -> int:
@@ -343,7 +345,7 @@ def write_back(batch: Batch, ranks: Ranks) -> None:
             "logprobs": micro.logprobs_T,
             "old_logprobs": micro.tokens.old_T,
             "ref_logprobs": micro.tokens.ref_T,
-            "entropies": micro.tokens.entropy_T,
+            "entropies": micro.entropy_T if micro.tokens.entropy_T is None else micro.tokens.entropy_T,
         }
         for name, values_T in computed.items():
             if values_T is None:

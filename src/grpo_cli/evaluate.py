@@ -99,8 +99,11 @@ def evaluate(
     mine = numbered[ranks.rank :: ranks.world]
     share: list[Outcome] | None
     try:
-        groups = scorer.score(rollout.generate(mine, step, version, Sampling.of_eval(cfg)))
-        share = [_outcome(group, cfg) for group in groups]
+        groups = rollout.generate(mine, step, version, Sampling.of_eval(cfg))
+        # As many at a time as in training: that is what reward.timeout_s and a reward's memory are meant for.
+        size = max(1, cfg.sequences_per_step // (cfg.eval.samples * ranks.world))
+        chunks = [groups[first : first + size] for first in range(0, len(groups), size)]
+        share = [_outcome(group, cfg) for chunk in chunks for group in scorer.score(chunk)]
     except Interrupted:
         share = None
     scorer.metrics()  # its counts are of the step's rollouts; here unscored completions are counted by themselves
@@ -122,9 +125,12 @@ def measures(outcomes: Sequence[Outcome], samples: int, ks: Sequence[int]) -> di
         for sample in zip(outcome.rewards, outcome.tokens, outcome.truncated, strict=True)
     ]
     rewards = [reward for reward, _, _ in completions if reward is not None]
-    metrics = {
+    accuracy = {
         f"eval/avg@{samples}": _mean([count / samples for count in correct]),
         **{f"eval/pass@{k}": _mean([pass_at_k(samples, count, k) for count in correct]) for k in ks},
+    }
+    metrics = {
+        **(accuracy if rewards else {}),  # nothing was measured where nothing could be scored
         "eval/tokens_mean": _mean([float(tokens) for _, tokens, _ in completions]),
         "eval/truncated_frac": _mean([float(truncated) for _, _, truncated in completions]),
         "eval/prompts_count": float(len(outcomes)),
@@ -163,7 +169,9 @@ def headline(cfg: Config, metrics: dict[str, float]) -> str:
     how = "greedy" if cfg.eval.temperature == 0 else f"{cfg.eval.samples} samples each at {cfg.eval.temperature:g}"
     share = metrics.get(f"eval/avg@{cfg.eval.samples}")
     if share is None:
-        return "no held-out problem was evaluated"
+        unscored = metrics.get("eval/unscored_count", 0)
+        told = f": none of {unscored:.0f} completions could be scored" if unscored else ""
+        return f"no held-out problem was evaluated{told}"
     return f"{100 * share:.3g} % of {metrics['eval/prompts_count']:.0f} held-out problems correct ({how})"
 
 

@@ -64,7 +64,7 @@ class Filter:
     """
 
     def __init__(self, cfg: Config):
-        self.settings = cfg.filter
+        self.cfg, self.settings = cfg, cfg.filter
         self._rules = FILTERS[cfg.filter.name]
         self._needed = cfg.trainer.prompts_per_step
         self._carried: list[Group] = []
@@ -192,7 +192,7 @@ class Refill:
         """
         kept, surplus = self._kept[: self._needed], self._kept[self._needed :]
         dropped = self._dropped + self._owner.settle(surplus, self._rounds)
-        metrics = group_metrics(self._generated, kept, dropped)
+        metrics = group_metrics(self._generated, kept, dropped, self._owner.cfg)
         if self._owner.settings.name == "dynamic_sampling":
             metrics["groups/rounds_count"] = float(self._rounds)
             metrics["groups/carried_count"] = float(sum(group.dropped is None for group in surplus))

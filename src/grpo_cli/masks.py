@@ -14,6 +14,11 @@ def trained(group: Group, cfg: Config) -> list[bool]:
     return [completion.scored and completion.finish_reason not in masked for completion in group.completions]
 
 
+def has_trained_token(group: Group, cfg: Config) -> bool:
+    """Whether anything of the group is trained on."""
+    return any(yes and c.token_ids for yes, c in zip(trained(group, cfg), group.completions, strict=True))
+
+
 def has_baseline(group: Group, cfg: Config) -> bool:
     """Whether two completions were scored; reinforce_pp compares inside no group, so one by design is enough there."""
     alone = cfg.advantage.name == "reinforce_pp" and len(group.completions) == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from grpo_cli.masks import has_trained_token
+from grpo_cli.schema import Config
 from grpo_cli.stats import deviation, is_constant, mean
 from grpo_cli.types import Completion, Group
 
@@ -11,14 +13,16 @@ DROPPED = ("unscored", "zero_std", "reward_range")
 """Reasons of the filter itself; stale and surplus groups had a signal and are counted apart."""
 
 
-def group_metrics(groups: list[Group], kept: list[Group], dropped: list[Group]) -> dict[str, float]:
+def group_metrics(groups: list[Group], kept: list[Group], dropped: list[Group], cfg: Config) -> dict[str, float]:
     """Metrics of one step.
 
     Args:
         groups: all groups generated in this step, of all ranks, dropped ones included.
-        kept: the groups trained on, also those carried over from an earlier step.
-        dropped: the groups not trained on, each with its reason, stale ones included.
+        kept: the groups that were not dropped, also those carried over from an earlier step.
+        dropped: the others, each with its reason, stale ones included.
+        cfg: says which completions of a kept group are trained.
     """
+    trained_on = [group for group in kept if has_trained_token(group, cfg)]
     scored = [completion for group in groups for completion in group.scored]
     rewards = [_reward(completion) for completion in scored]
     by_filter = [group for group in dropped if group.dropped in DROPPED]
@@ -28,9 +32,9 @@ def group_metrics(groups: list[Group], kept: list[Group], dropped: list[Group]) 
         "reward_std_within_group": _mean_or_none(
             deviation(_rewards(group)) for group in groups if len(group.scored) > 1
         ),
-        "reward_kept": _mean_or_none(reward for group in kept for reward in _rewards(group)),
+        "reward_kept": _mean_or_none(reward for group in trained_on for reward in _rewards(group)),
         "frac_reward_zero_std": _mean_or_none(float(not has_signal(group)) for group in groups),
-        "groups/trained_count": float(len(kept)),
+        "groups/trained_count": float(len(trained_on)),
         "groups/dropped_count": float(len(by_filter)),
         "groups/dropped_reward_mean": _mean_or_none(reward for group in by_filter for reward in _rewards(group)),
         "groups/unscored_count": float(sum(len(group.scored) < 2 for group in groups)),

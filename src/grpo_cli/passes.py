@@ -16,19 +16,23 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """`old`: the policy that the ratio is taken against. `reference`: the policy that the KL is taken against."""
+    """What runs before the first update of a step."""
 
     old: Pass
+    """Logprobs of the policy that the ratio is taken against."""
     reference: Pass
+    """Logprobs of the policy that the KL is taken against."""
+    entropies: Pass
+    """Entropies of the policy before the update; with `old` they come from one forward."""
 
     @property
     def any(self) -> bool:
-        return self.old.runs or self.reference.runs
+        return self.old.runs or self.reference.runs or self.entropies.runs
 
 
 def decide_passes(cfg: Any) -> Passes:
     """The decision table of the logprob passes, for anything with the keys of a resolved config."""
-    return Passes(old=_old_pass(cfg), reference=_reference_pass(cfg.loss))
+    return Passes(old=_old_pass(cfg), reference=_reference_pass(cfg.loss), entropies=_entropy_pass(cfg.loss))
 
 
 def _old_pass(cfg: Any) -> Pass:
@@ -52,3 +56,11 @@ def _reference_pass(loss: Any) -> Pass:
         return Pass(False, "loss.kl_coef is 0: the reference model is never loaded.")
     where = "reward" if loss.use_kl_in_reward else "loss"
     return Pass(True, f"loss.kl_coef is {loss.kl_coef:g}: the KL in the {where} is taken against it.")
+
+
+def _entropy_pass(loss: Any) -> Pass:
+    if loss.top_entropy_quantile == 1:
+        return Pass(False, "loss.top_entropy_quantile is 1: every token keeps its policy term.")
+    return Pass(
+        True, f"loss.top_entropy_quantile is {loss.top_entropy_quantile:g}: it selects tokens before the update."
+    )

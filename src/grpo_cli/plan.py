@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,6 @@ def derive(config: Config) -> dict[str, Any]:
     steps, unknown = (None, "trainer.steps and trainer.epochs are null") if _endless(config) else total_steps(config)
     sequences = config.sequences_per_step
     tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
-    passes = decide_passes(config)
     return {
         "run_dir": config.run.dir,
         "model_dtype": config.model.dtype,
@@ -59,10 +59,7 @@ def derive(config: Config) -> dict[str, Any]:
         "warmup_steps": trainer.warmup_steps,
         "warmup_updates": trainer.warmup_steps * updates,
         "deepspeed": batch_numbers(config.world_size),
-        "passes": {
-            name: {"runs": step.runs, "reason": step.reason}
-            for name, step in (("old", passes.old), ("reference", passes.reference))
-        },
+        "passes": asdict(decide_passes(config)),
     }
 
 
@@ -87,7 +84,8 @@ def summary(config: Config) -> str:
 
 def _pass_lines(numbers: dict[str, Any]) -> list[str]:
     return [
-        f"  {name} logprobs: {'computed' if step['runs'] else 'skipped'}. {step['reason']}"
+        f"  {name if name == 'entropies' else f'{name} logprobs'}: {'computed' if step['runs'] else 'skipped'}."
+        f" {step['reason']}"
         for name, step in numbers["passes"].items()
     ]
 

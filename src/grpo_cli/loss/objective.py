@@ -34,7 +34,7 @@ class Weights(NamedTuple):
     """Correction weights of the policy term, without gradient."""
 
     raw_T: Tensor
-    """[T] exp(old - sampler) at the asked level."""
+    """[T] float64 exp(old - sampler) at the asked level."""
     used_T: Tensor
     """[T] what multiplies the policy term."""
     low_T: Tensor
@@ -102,12 +102,12 @@ def correction_weights(proximal_T: Tensor, tokens: Tokens, correction: Correctio
     """
     assert tokens.sampler_T is not None, "every rollout records the sampler's logprobs"
     gap_T = torch.where(tokens.trained_T, proximal_T - tokens.sampler_T, 0.0)
-    raw_T = CORRECTION_LEVELS[correction.level](gap_T, tokens).exp()
+    raw_T = CORRECTION_LEVELS[correction.level](gap_T.double(), tokens).exp()  # the sum of a long sequence is large
     low = 0.0 if correction.low is None else correction.low
     high = torch.inf if correction.high is None else correction.high
     low_T, high_T = raw_T < low, raw_T > high
     used_T = raw_T.clamp(low, high) if correction.mode == "truncate" else raw_T.masked_fill(low_T | high_T, 0.0)
-    return Weights(raw_T, used_T, low_T, high_T)
+    return Weights(raw_T, used_T.to(gap_T.dtype), low_T, high_T)
 
 
 @torch.no_grad()

@@ -11,6 +11,9 @@ from torch import Tensor
 from grpo_cli.loss.tokens import Tokens
 from grpo_cli.schema import Loss
 
+MAX_LOG_RATIO = 80.0
+"""Near the end of float32, and far beyond any ratio that means something."""
+
 
 class Inputs(NamedTuple):
     """What a surrogate reads; untrained tokens hold logprob 0, log ratio 0 and advantage 0."""
@@ -41,8 +44,13 @@ SurrogateFunction = Callable[[Inputs, Loss], Surrogate]
 def importance_ratio(inputs: Inputs, level: str) -> Tensor:
     """[T] exp(lp - old) of each token, or, by sequence, exp of its mean over the sequence on every token (GSPO)."""
     if level == "token":
-        return inputs.log_ratio_T.exp()
-    return inputs.tokens.mean_N(inputs.log_ratio_T).exp()[inputs.tokens.seq_T]
+        return bounded_exp(inputs.log_ratio_T)
+    return bounded_exp(inputs.tokens.mean_N(inputs.log_ratio_T))[inputs.tokens.seq_T]
+
+
+def bounded_exp(log_T: Tensor) -> Tensor:
+    """exp, at most e^80: an infinite ratio times the 0 of a clip, a mask or an advantage would be no number."""
+    return log_T.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def ppo_clip(inputs: Inputs, loss: Loss) -> Surrogate:
@@ -79,9 +87,9 @@ def gmpo(inputs: Inputs, loss: Loss) -> Surrogate:
     low = -torch.inf if loss.clip_low is None else -loss.clip_low
     high = torch.inf if loss.clip_high is None else loss.clip_high
     clamped_T = torch.where(advantage_T > 0, log_T.clamp(max=high), log_T.clamp(min=low))
-    value_T = -advantage_T * tokens.mean_N(clamped_T).exp()[tokens.seq_T]
+    value_T = -advantage_T * bounded_exp(tokens.mean_N(clamped_T))[tokens.seq_T]
     clipped = {"low": (log_T < low) & (advantage_T < 0), "high": (log_T > high) & (advantage_T > 0)}
-    return Surrogate(value_T, log_T.exp(), clipped)
+    return Surrogate(value_T, bounded_exp(log_T), clipped)
 
 
 def sapo(inputs: Inputs, loss: Loss) -> Surrogate:

@@ -109,7 +109,7 @@ def run(overrides: Sequence[str], rows: list[Row], config_dir: Path | None = Non
         groups=results,
         per_token=cfg.whitens_advantage,
         loss=loss,
-        metrics=group_metrics(groups, kept, dropped) | metrics | measures.result() | {"loss": loss},
+        metrics=group_metrics(groups, kept, dropped, cfg) | metrics | measures.result() | {"loss": loss},
         warnings=warnings + _stand_ins(groups, cfg),
     )
 

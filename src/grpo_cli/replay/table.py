@@ -39,7 +39,7 @@ def summary(replayed: Replayed) -> str:
     told = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())) or "none"
     norm = math.sqrt(total([g * g for result in replayed.groups for row in result.token_grad for g in row]))
     lines = [
-        f"groups   {kept} trained, {sum(reasons.values())} dropped ({told})",
+        f"groups   {replayed.metrics['groups/trained_count']:.0f} trained, {sum(reasons.values())} dropped ({told})",
         f"tokens   {replayed.metrics['loss/tokens_count']:.0f} trained",
         f"loss     {replayed.loss:.6g}",
         f"gradient {norm:.6g} (norm over the logprobs of all tokens)",

@@ -238,7 +238,7 @@ class AsyncSource:
         if not kept and not dropped:
             return None
         wait_s = time.perf_counter() - started
-        metrics = step_metrics(kept, dropped, self._version) | self._rollout.metrics()
+        metrics = step_metrics(kept, dropped, self._version, self._cfg) | self._rollout.metrics()
         metrics |= client.wait(self._measure(wait_s))
         return StepGroups([item.group for item in kept], [item.group for item in dropped], metrics)
 
@@ -327,11 +327,11 @@ def strip(item: Item, reason: Any) -> Item:
     return Item(Group(group.group_id, prompt, completions, group.step, group.policy_version, reason), item.lengths)
 
 
-def step_metrics(kept: list[Item], dropped: list[Item], version: int) -> dict[str, float]:
+def step_metrics(kept: list[Item], dropped: list[Item], version: int, cfg: Config) -> dict[str, float]:
     """`group_metrics` of the groups that were taken, and how old those are that are trained on."""
     everything = [*kept, *dropped]
     kept_groups, dropped_groups = [item.group for item in kept], [item.group for item in dropped]
-    metrics = group_metrics([item.group for item in everything], kept_groups, dropped_groups)
+    metrics = group_metrics([item.group for item in everything], kept_groups, dropped_groups, cfg)
     lengths = [float(length) for item in everything for length in item.lengths]
     if lengths:
         metrics["completions/length_mean"], metrics["completions/length_max"] = mean(lengths), max(lengths)

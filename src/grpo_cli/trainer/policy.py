@@ -83,7 +83,7 @@ class Policy:
         """
         passes = passes or self.passes
         timings = {}
-        selects = self.cfg.loss.top_entropy_quantile < 1
+        selects = passes.entropies.runs
         if passes.old.runs or selects:
             start = self._now()
             for micro in batch.micro_batches:
@@ -145,19 +145,20 @@ class Policy:
         metrics = prepare(batch.tokens, self.cfg, self.ranks.sum) if batch.micro_batches else {}
         outcomes: list[Outcome] = []
         first = (step - 1) * trainer.updates_per_step * trainer.epochs_per_step
-        lr = 0.0
+        lr = tokens = 0.0
         for number in range(trainer.updates_per_step * trainer.epochs_per_step):
             lr = lr_at(first + number, trainer, self.total_steps)
             micro_batches = batch.updates[number % trainer.updates_per_step]
             if micro_batches and micro_batches[0].tokens.update_tokens:
                 with training(self.module, self.cfg.model.gradient_checkpointing):
                     outcomes.append(self._one_update(micro_batches, lr))
+                tokens += sum(micro.size for micro in micro_batches)
         metrics["lr"] = lr
         metrics |= self._summary(outcomes, trainer.updates_per_step * trainer.epochs_per_step)
         seconds = self._now() - start
         metrics["time/update"] = seconds
-        sizes = torch.tensor(float(sum(micro.size for micro in batch.micro_batches)), device=self.device)
-        metrics["update/tokens_per_s"] = float(self.ranks.sum(sizes)) * trainer.epochs_per_step / seconds
+        if outcomes:
+            metrics["update/tokens_per_s"] = float(self.ranks.sum(torch.tensor(tokens, device=self.device))) / seconds
         return metrics
 
     def _one_update(self, micro_batches: list[MicroBatch], lr: float) -> Outcome:
@@ -169,7 +170,7 @@ class Policy:
             self.engine.set_gradient_accumulation_boundary(last)
             logprobs_T, entropy_T = self.engine(micro=micro)
             if micro.logprobs_T is None:
-                micro.logprobs_T = logprobs_T.detach()
+                micro.logprobs_T, micro.entropy_T = logprobs_T.detach(), entropy_T.detach()
             if self.cfg.loss.entropy_coef == 0:
                 entropy_T = entropy_T.detach()
             loss, measured = policy_loss(logprobs_T, entropy_T, micro.tokens, self.cfg)
