@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from grpo_cli.batch import pack
 from grpo_cli.errors import ConfigError
@@ -21,7 +22,7 @@ from tests import tiny
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 PACKINGS = ("none", "sequence", "shared_prefix")
-FAMILIES = ("llama", "llama-tied", "gpt2")
+FAMILIES = ("llama", "llama-tied", "gpt2", "mistral", "gemma2", "qwen2")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,9 @@ def plain_model(directory) -> nn.Module:
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_every_packing_gives_the_logprobs_of_each_sequence_alone(models, family, attention, packing):
     # B07, B08: prompts of 1 to 20 tokens side by side; the model itself, one sequence at a time, is the judge.
+    # The last three families slide a window of 16 tokens; the longest sequence has more than twice as many.
     groups = tiny.make_groups()
+    assert max(len(g.prompt.token_ids + c.token_ids) for g in groups for c in g.completions) > 2 * tiny.WINDOW
     scorer = scorer_of(models[family], attention)
     found = score(scorer, groups, f"trainer.packing={packing}")
     plain = plain_model(models[family])
@@ -113,10 +116,7 @@ class bigram(nn.Module):
     def __init__(self, table: torch.Tensor):
         super().__init__()
 
-        class Config:
-            _attn_implementation = "sdpa"
-
-        self.config, self.decoder = Config(), self.Decoder()
+        self.config, self.decoder = PreTrainedConfig(attn_implementation="sdpa"), self.Decoder()
         self.head = nn.Linear(*table.shape, bias=False)
         self.head.weight.data = table.T.clone()
 

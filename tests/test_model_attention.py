@@ -57,6 +57,7 @@ def test_a_sliding_window_counts_positions_of_the_sequence(window):
     for span in SPANS:
         position[span.start : span.start + span.length] = span.prefix_length + torch.arange(span.length)
     mask = dense_mask(SPANS) & (position[None, :] > position[:, None] - window)[None, None]
+    assert torch.equal(dense_mask(SPANS, window), mask)
     query, key, value = states()
     output, _ = packed_attention(Layer(), query, key, value, None, packing=make_plan(SPANS), sliding_window=window)
     torch.testing.assert_close(output, dense(query, key, value, mask))

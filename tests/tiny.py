@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from grpo_cli.compose import compose
 from grpo_cli.schema import Config, parse
@@ -15,29 +16,41 @@ from grpo_cli.types import Completion, Group, Prompt
 
 VOCABULARY = 96
 
+WINDOW = 16
+"""Sliding window, in tokens, of the families that have one; of Qwen2's and Gemma 2's two layers one slides."""
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-tied": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": WINDOW},
+    # No cap on attention scores: eager applies one, sdpa cannot.
+    "gemma2": {"sliding_window": WINDOW, "head_dim": 16, "attn_logit_softcapping": None},
+    "qwen2": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "bos_token_id": 1, "eos_token_id": 0},
+}
+
 
 def tiny_model(directory: Path, family: str = "llama", seed: int = 0) -> Path:
     """A random model of width 64 in `directory`, with a tokenizer of `VOCABULARY` made-up words."""
     torch.manual_seed(seed)
     if family == "gpt2":
         # Dropout of 0.1 everywhere: scoring must switch it off.
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=2, n_positions=128))
+        config = AutoConfig.for_model("gpt2", vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=2, n_positions=128)
     else:
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=64,
-                intermediate_size=96,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=256,
-                tie_word_embeddings=family == "llama-tied",
-                initializer_range=0.2,
-                attention_dropout=0.1,
-            )
+        config = AutoConfig.for_model(
+            family.removesuffix("-tied"),
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            initializer_range=0.2,
+            attention_dropout=0.1,
+            **FAMILIES[family],
         )
-    model.save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w1"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w0").save_pretrained(directory)
     return directory

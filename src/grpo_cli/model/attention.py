@@ -100,14 +100,19 @@ def _call(spans: list[Span]) -> Call:
     return Call(own_RQ, torch.cat([prefix_RP, own_RQ], dim=-1), mask[:, None])
 
 
-def dense_mask(spans: list[Span]) -> Tensor:
-    """The same attention as one [1, 1, L, L] bool mask, for kernels that take nothing else."""
+def dense_mask(spans: list[Span], window: int | None = None) -> Tensor:
+    """The same attention as one [1, 1, L, L] bool mask, for kernels that take nothing else.
+
+    With `window`: of a layer that reads only the last `window` positions of a sequence.
+    """
     length = sum(span.length for span in spans)
     mask = torch.zeros(length, length, dtype=torch.bool)
     for span in spans:
         own = slice(span.start, span.start + span.length)
         mask[own, own] = torch.ones(span.length, span.length, dtype=torch.bool).tril()
         mask[own, span.prefix_start : span.prefix_start + span.prefix_length] = True
+    if window is not None and any(span.prefix_length + span.length > window for span in spans):
+        mask = _narrowed(mask, window)
     return mask[None, None]
 
 
@@ -169,9 +174,14 @@ def _mask(call: Call, window: int | None) -> Tensor | None:
     queries, keys = call.query_RQ.shape[1], call.key_RK.shape[1]
     if window is None or keys <= window:
         return call.mask
-    if call.mask is None:
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=call.query_RQ.device)
-        return (mask.tril() & mask.triu(1 - window))[None, None]
+    if call.mask is not None:
+        return _narrowed(call.mask, window)
+    causal = torch.ones(queries, keys, dtype=torch.bool, device=call.query_RQ.device).tril()
+    return _narrowed(causal, window)[None, None]
+
+
+def _narrowed(mask: Tensor, window: int) -> Tensor:
+    """`mask` [..., Q, K] bool, of which each query reads only the last `window` keys."""
     # Keys that a query reads are its prefix and then its own span: their order is their distance.
-    position = call.mask.cumsum(-1)
-    return call.mask & (position > position[..., -1:] - window)
+    order = mask.cumsum(-1, dtype=torch.int32)
+    return mask & (order > order[..., -1:] - window)

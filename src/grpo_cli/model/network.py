@@ -164,7 +164,7 @@ class Scorer(nn.Module):
             input_ids=micro.input_ids,
             position_ids=micro.position_ids,
             use_cache=False,
-            **attention_inputs(micro, config._attn_implementation, causal_lm.dtype),
+            **attention_inputs(micro, config, causal_lm.dtype),
         ).last_hidden_state
         hidden_TH = hidden_BLH.flatten(0, 1)[micro.source_T]
         head = causal_lm.get_output_embeddings()
@@ -172,18 +172,35 @@ class Scorer(nn.Module):
         return head(hidden_TH, targets_T=micro.targets_T, entropies=entropies, scale=scale, softcap=softcap(config))
 
 
-def attention_inputs(micro: MicroBatch, implementation: str, dtype: torch.dtype) -> dict[str, Any]:
+def attention_inputs(micro: MicroBatch, config: Any, dtype: torch.dtype) -> dict[str, Any]:
     """How the attention of a packed row is told to each kind of kernel. Masks come from lengths, never from ids."""
+    implementation = config._attn_implementation
     if micro.spans is None or implementation.startswith("flash"):
         # Right-padded rows are plainly causal; flash kernels find packed sequences in the position ids.
         return {"attention_mask": None}
     if implementation == attention.IMPLEMENTATION:
         # A 4-D mask passes through transformers untouched: here only the sign that none need be made.
         return {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool), "packing": micro.plan}
-    mask = attention.dense_mask(micro.spans).to(micro.input_ids.device)
-    if implementation != "sdpa":  # every other kernel adds its mask to the scores
-        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-    return {"attention_mask": mask}
+    windows = _windows(config.get_text_config())
+    masks = {}
+    for window in set(windows.values()):
+        mask = attention.dense_mask(micro.spans, window).to(micro.input_ids.device)
+        if implementation != "sdpa":  # every other kernel adds its mask to the scores
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        masks[window] = mask
+    # One mask for all layers where it can be: only families whose layers differ take one for each kind.
+    by_kind = {kind: masks[window] for kind, window in windows.items()}
+    return {"attention_mask": by_kind if len(masks) > 1 else mask}
+
+
+def _windows(config: Any) -> dict[str, int | None]:
+    """How many positions back each kind of layer reads, by transformers' name of the kind; None: all of them.
+
+    Of a model whose layers are all alike, one kind: {"sliding_attention": 4096} for the first Mistral.
+    """
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
 
 def logit_scale(config: Any) -> float:
