@@ -55,7 +55,7 @@ class Policy:
         torch.manual_seed(cfg.run.seed)
         self.engine = make_engine(cfg, ranks)
         self.scorer: Scorer = self.engine.module
-        check_scoring(self.engine, cfg, self.scorer.vocabulary, ranks.device)
+        check_scoring(self.engine, self.scorer, cfg, ranks.device)
         self.engine.empty_partition_cache()  # ZeRO-3 keeps what it gathered for the check
         self.reference = self._load_reference()
 
