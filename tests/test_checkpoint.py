@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -334,6 +335,23 @@ def test_rotation_keeps_the_newest_whole_ones(small: tuple, alone: ranks.Ranks) 
     assert [step for step, _ in manifest.newest_first(run_dir.checkpoints)] == [12, 8]  # 8 is the last whole one
     checkpoint.save(cfg.model_copy(update={"trainer": change}), run_dir, alone, policy, {"step": 13, "policy": {}})
     assert [step for step, _ in manifest.newest_first(run_dir.checkpoints)] == [13]
+
+
+def test_another_runs_checkpoint_leaves_nothing_of_this_one_in_sight(
+    small: tuple, alone: ranks.Ranks, tmp_path: Path
+) -> None:
+    """Also not the one of the same step: a save of that step would find it, and believe that it is its own."""
+    cfg, run_dir, policy = small
+    for step in range(1, 10):
+        run_dir.append_metrics({"step": step})
+    elsewhere = tmp_path / "elsewhere" / "step_000004"
+    shutil.copytree(path_of(run_dir.path, 4), elsewhere)
+    before = path_of(run_dir.path, 4).stat().st_ino
+    checkpoint.load(tiny.config(f"model.path={cfg.model.path}", f"trainer.resume={elsewhere}"), run_dir, alone, policy)
+    assert list(manifest.newest_first(run_dir.checkpoints)) == []
+    assert run_dir.metrics_path.read_text() == ""
+    saved = checkpoint.save(cfg, run_dir, alone, policy, {"step": 4, "policy": {}})
+    assert saved.stat().st_ino != before
 
 
 def test_going_back_takes_the_later_ones_out_of_sight(small: tuple, alone: ranks.Ranks) -> None:

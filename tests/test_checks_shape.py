@@ -57,6 +57,7 @@ def fix(*overrides: str) -> str:
         ("trainer.steps=1" + "0" * 400, "numbers_finite"),
         ("trainer.updates_per_step=0", "counts_in_range"),
         ("run.seed=-1", "counts_in_range"),
+        ("run.seed=9223372036854775808", "counts_in_range"),  # 2**63
         ("eval.samples=0", "counts_in_range"),
         ("eval.k=[0]", "counts_in_range"),
         ("eval.k=[1,4]", "counts_in_range"),

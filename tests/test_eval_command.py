@@ -21,6 +21,8 @@ def grpo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
 def test_one_and_two_processes_find_the_same(tmp_path):
     common = ["eval", "--json", "+experiment=smoke", "eval.limit=7", "eval.samples=4", "eval.temperature=1.0"]
     found = []
+    (tmp_path / "run1" / "eval").mkdir(parents=True)
+    (tmp_path / "run1" / "eval" / "eval.json").write_text('{"eval/avg@4": 0.99}')  # of another day
     for world in (1, 2):
         done = grpo(*common, "eval.k=[1,2]", f"trainer.nproc_per_node={world}", f"run.dir=run{world}", cwd=tmp_path)
         assert done.returncode == 0, done.stderr

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import stat
+import threading
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -38,6 +40,18 @@ def test_unwritable_directory_is_a_finding(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="run_dir_writable"):
         RunDir.create(tmp_path / "file/run")
+
+
+def test_who_only_asks_for_the_owner_is_none(tmp_path: Path) -> None:
+    """`grpo status` looks at the lock for a moment, and a run that starts just then waits for it."""
+    run_dir = RunDir.create(tmp_path)
+    fd = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    looked = threading.Timer(0.15, os.close, [fd])
+    looked.start()
+    run_dir.lock()
+    looked.join()
+    run_dir.unlock()
 
 
 def test_one_owner(tmp_path: Path) -> None:

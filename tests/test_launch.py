@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_cli.launch import command, environment
+from grpo_cli.launch import _with_room, command, environment
 from grpo_cli.process.watchdog import waits_in_collective
 
 TESTS = Path(__file__).parent
@@ -206,6 +206,37 @@ def _sleepers() -> list[int]:
         except OSError:
             continue
     return found
+
+
+def test_the_end_is_written_down_where_nobody_reads_it(tmp_path: Path) -> None:
+    """A terminal that was closed, or `| head`: the last word fails, and run.json and the exit code are right."""
+    process = start("guard", tmp_path / "run")
+    assert process.stderr
+    process.stderr.close()
+    assert process.wait(timeout=60) == 3
+    state = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (state["status"], state["exit_code"]) == ("guard", 3)
+
+
+def test_files_of_the_users_that_are_called_like_modules_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("numbers", "profile", "platform"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('a file of the user was imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # this test's own `python -c`, which the command is not
+    process = start("done", tmp_path / "run")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    monkeypatch.delenv("PYTHONSAFEPATH")
+    assert environment(config(), tmp_path)["PYTHONSAFEPATH"] == "1"
+    assert command(config(), tmp_path)[1] == "-P"
+
+
+def test_ranks_tell_where_there_is_room(tmp_path: Path) -> None:
+    assert _with_room("/proc", str(tmp_path)) == tmp_path
+    assert list(tmp_path.iterdir()) == []
+    assert _with_room(str(tmp_path), "/proc") == tmp_path
 
 
 def test_second_run_in_one_directory_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ import pytest
 from grpo_cli.errors import ConfigError
 from grpo_cli.files.rundir import RunDir
 from grpo_cli.process import network
-from grpo_cli.worker import require_one_directory
 
 TESTS = Path(__file__).parent
 SOURCES = TESTS.parent / "src"
@@ -132,9 +131,9 @@ def test_nodes_with_directories_of_their_own_are_refused(tmp_path):
             assert mine == self.seen[0].attempt()
             return [directory.attempt() for directory in self.seen]
 
-    require_one_directory(directories[0], TwoNodes(directories[0], RunDir(tmp_path / "a")))
+    directories[0].require_shared(TwoNodes(directories[0], RunDir(tmp_path / "a")).gather)
     with pytest.raises(ConfigError, match=r"nodes_share_the_run_dir\] Fix: run\.dir=DIR") as refused:
-        require_one_directory(directories[0], TwoNodes(*directories))
+        directories[0].require_shared(TwoNodes(*directories).gather)
     assert f"{tmp_path / 'a'} of {socket.gethostname()}; {tmp_path / 'b'} of" in str(refused.value)
 
 

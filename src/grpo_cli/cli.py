@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
 from grpo_cli import __version__
 from grpo_cli.errors import (
+    EXIT_FAILED,
     EXIT_OK,
     EXIT_USAGE,
     ConfigError,
@@ -19,6 +19,7 @@ from grpo_cli.errors import (
     signal_exit_code,
 )
 from grpo_cli.options import nearest
+from grpo_cli.terminal.output import LOST, open_missing, say, silence
 from grpo_cli.terminal.parser import one_line, show
 
 COMMANDS = {
@@ -40,6 +41,7 @@ _SIGINT, _SIGPIPE = 2, 13
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the exit codes are those of errors.py. What a user can get wrong never shows a traceback."""
+    open_missing()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # text that the terminal cannot show is no reason to fail
             stream.reconfigure(errors="backslashreplace")
@@ -54,10 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(error, exit_code_of(error))
     except KeyboardInterrupt:
         return signal_exit_code(_SIGINT)
-    except BrokenPipeError:
-        # The reader has gone, for example `| head`: the rest goes nowhere, also what is flushed at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return signal_exit_code(_SIGPIPE)
+    except OSError as error:
+        if error.filename is not None or error.errno not in LOST:
+            raise
+        silence(1)
+        if isinstance(error, BrokenPipeError):  # the reader has gone, for example `| head`
+            return signal_exit_code(_SIGPIPE)
+        return _say(f"standard output cannot be written: {error.strerror}", EXIT_FAILED)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -77,7 +82,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _say(reason: object, code: int) -> int:
-    print(f"error: {one_line(str(reason))}", file=sys.stderr)
+    say(f"error: {one_line(str(reason))}")
     return code
 
 

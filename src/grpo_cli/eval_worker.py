@@ -65,6 +65,7 @@ def work(directory: RunDir) -> str:
     if cfg is None or errors:
         raise ConfigError(errors)
     ranks = start(longest_wait_s(cfg.trainer.step_timeout_s))
+    directory.require_shared(ranks.gather)
     with ExitStack() as ending:
         policy = FrozenPolicy(cfg, ranks.device)
         data = load_data(cfg, policy.tokenizer)

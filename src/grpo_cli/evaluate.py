@@ -66,6 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(errors)
     assert loaded.resolved is not None
     directory = Path(cfg.run.dir) / "eval"
+    (directory / RESULT).unlink(missing_ok=True)  # an older answer is none to this question
     code = launch(loaded.resolved, directory, worker="grpo_cli.eval_worker")
     if code == EXIT_OK:
         metrics = json.loads((directory / RESULT).read_text(encoding="utf-8"))

@@ -26,9 +26,11 @@ from grpo_cli.process.agent import FAILURES, LAST_WORDS, PARENT_PID
 from grpo_cli.process.rankfile import ENV, Exit, RankFiles, is_running
 from grpo_cli.process.signals import HANDLED, SAME_REQUEST_S
 from grpo_cli.process.watchdog import Watchdog
+from grpo_cli.terminal.output import say
 
 _PREFIX = "grpo-ranks-"
 _POLL_S = 0.1
+_ROOM_BYTES = 2**18
 _LAST_WORDS_S = 2.0
 """How long the other ranks may still speak after one has failed."""
 
@@ -56,14 +58,14 @@ def launch(cfg: Mapping[str, Any], run_dir: str | Path, worker: str = WORKER) ->
             home.write_config(cfg)
             home.begin(seed=cfg["run"]["seed"], steps=trainer["steps"])
         code, reason = _run(home, cfg, worker)
-        if code != EXIT_OK and reason:
-            kind = "error" if code in (EXIT_FAILED, EXIT_USAGE) else "stopped"
-            print(redact(reason if reason.startswith("error: ") else f"{kind}: {reason}"), file=sys.stderr)
         if owns:
             try:
                 home.end(code, reason)
             except RunError as error:
-                print(f"error: {error}", file=sys.stderr)
+                say(f"error: {error}")
+        if code != EXIT_OK and reason:
+            kind = "error" if code in (EXIT_FAILED, EXIT_USAGE) else "stopped"
+            say(redact(reason if reason.startswith("error: ") else f"{kind}: {reason}"))
         return code
     finally:
         home.unlock()
@@ -86,7 +88,7 @@ def command(cfg: Mapping[str, Any], run_dir: Path, worker: str = WORKER) -> list
     trainer = cfg["trainer"]
     meeting = ["--standalone", "--local-addr=127.0.0.1"] if trainer["nnodes"] == 1 else _meeting(cfg)
     return [
-        *(sys.executable, "-m", "grpo_cli.process.agent"),
+        *(sys.executable, "-P", "-m", "grpo_cli.process.agent"),
         *(f"--nnodes={trainer['nnodes']}", f"--nproc-per-node={trainer['nproc_per_node']}", *meeting),
         *("--max-restarts=0", "--signals-to-handle=SIGQUIT", "-m", worker, str(run_dir)),
     ]
@@ -109,7 +111,13 @@ def environment(cfg: Mapping[str, Any], ranks_dir: Path) -> dict[str, str]:
     """The workers' environment: what the user set always wins."""
     trainer = cfg["trainer"]
     threads = max(1, len(os.sched_getaffinity(0)) // trainer["nproc_per_node"])
-    env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    # A file of the user's that is called like a module, in the directory where the command is typed, is not imported.
+    env = {
+        "PYTHONSAFEPATH": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     # Threads that spin while they wait starve those that work, as soon as anything else wants a core.
     env["GOMP_SPINCOUNT"] = "2000"
     # gloo, too, would look up the name of this machine. One node has no reason to listen to the network.
@@ -133,15 +141,15 @@ def _run(home: RunDir, cfg: Mapping[str, Any], worker: str) -> tuple[int, str | 
             return watch.until_end()
         finally:
             reap(agent, RankFiles(ranks_dir))
-            if sys.stdout.isatty():
-                sys.stdout.write("\x1b[?25h")  # a killed live display leaves the cursor hidden
-                sys.stdout.flush()
+            with contextlib.suppress(OSError):
+                if sys.stdout.isatty():
+                    print("\x1b[?25h", end="", flush=True)  # a killed live display leaves the cursor hidden
 
 
 @contextlib.contextmanager
 def _ranks_dir() -> Iterator[Path]:
     """A private directory for process/rankfile.py, in memory where that can be; those of killed parents go too."""
-    place = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    place = _with_room("/dev/shm", tempfile.gettempdir())
     for old in place.glob(f"{_PREFIX}*-*"):
         with contextlib.suppress(OSError, ValueError), _locked(old):
             if not is_running(int(old.name.removeprefix(_PREFIX).partition("-")[0])):
@@ -152,6 +160,16 @@ def _ranks_dir() -> Iterator[Path]:
             yield made
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _with_room(*places: str) -> Path:
+    """The first directory that takes what the ranks will write; the last where none does."""
+    for place in places:
+        with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=place, prefix=".grpo-probe-") as probe:
+            probe.write(bytes(_ROOM_BYTES))
+            probe.flush()
+            return Path(place)
+    return Path(places[-1])
 
 
 @contextlib.contextmanager

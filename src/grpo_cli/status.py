@@ -14,7 +14,7 @@ from grpo_cli.files.ledger import TRAINED, add_up
 from grpo_cli.files.rundir import RunDir
 from grpo_cli.terminal.parser import Parser, one_line
 
-LOST = "It ended without a word: killed, or the machine went down. The same command again resumes it."
+LOST = "It ended without a word: killed, or the machine went down. The same command goes on (trainer.resume=auto)."
 
 
 def main(arguments: Sequence[str]) -> int:

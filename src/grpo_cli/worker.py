@@ -15,7 +15,7 @@ from grpo_cli.batch import pack, write_back
 from grpo_cli.checkpoint import store as checkpoint
 from grpo_cli.checks import check
 from grpo_cli.data import Data, load_data
-from grpo_cli.errors import EXIT_OK, ConfigError, Finding, SignalStop, exit_code_of
+from grpo_cli.errors import EXIT_OK, ConfigError, SignalStop, exit_code_of
 from grpo_cli.files import ledger
 from grpo_cli.files.rundir import RunDir
 from grpo_cli.filter import Filter, make_filter
@@ -143,7 +143,7 @@ def work(directory: RunDir) -> str:
     """One rank's part of a run, from reading its config to the model that it leaves behind."""
     cfg = read_config(directory)
     ranks = start(longest_wait_s(cfg.trainer.step_timeout_s))
-    require_one_directory(directory, ranks)
+    directory.require_shared(ranks.gather)
     with ExitStack() as ending:
         data = load_data(cfg, load_tokenizer(cfg.model))
         scorer = make_scorer(cfg)
@@ -191,16 +191,6 @@ def read_config(directory: RunDir) -> Config:
     if cfg is None or errors:
         raise ConfigError(errors)
     return cfg
-
-
-def require_one_directory(directory: RunDir, ranks: Ranks) -> None:
-    """All nodes must see one run directory: each rank writes its part of a checkpoint there. Raises ConfigError."""
-    seen = ranks.gather(directory.attempt())
-    if any(other != seen[0] for other in seen):
-        where = "; ".join(dict.fromkeys(f"{path} of {host}" for path, host, *_ in seen))
-        message = f"The nodes of this run have run directories of their own ({where})."
-        fix = "run.dir=DIR with one directory that all nodes see, the same on each"
-        raise ConfigError(Finding("nodes_share_the_run_dir", ("run.dir", "trainer.nnodes"), message, fix))
 
 
 def steps_of(cfg: Config, data: Data, filter_: Filter) -> int | None:

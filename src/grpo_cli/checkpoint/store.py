@@ -260,8 +260,10 @@ def _refuse_another_run(cfg: Config, directory: Path) -> None:
 
 def _restore_files(run_dir: RunDir, directory: Path, step: int) -> None:
     """Rank 0: the run directory as it was after `step`."""
+    # Another run's checkpoint: what stands here up to its step is another history.
+    foreign = directory.parent.resolve() != run_dir.checkpoints.resolve()
     # Step 0 has a row only where it was evaluated, and a run that resumes there evaluates again.
-    _forget_later(run_dir, step if step > 0 else -1, step)
+    _forget_later(run_dir, -1 if foreign or step == 0 else step, step - 1 if foreign else step)
     if (directory / LEDGER).exists():
         write_lines(run_dir.ledger_path, (directory / LEDGER).read_text().splitlines())
     if run_dir.state():

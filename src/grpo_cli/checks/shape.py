@@ -56,6 +56,9 @@ AT_LEAST = {
 }
 """Lowest allowed count of a key; a null is no count."""
 
+MAX_SEED = 2**63 - 1
+"""What torch takes as a seed."""
+
 _TYPES = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -200,6 +203,9 @@ class Shape:
                     {key: bound},
                     *self._suggest(key),
                 )
+        seed = lookup(self.resolved, "run.seed")
+        if isinstance(seed, int) and seed > MAX_SEED and not self._blamed("run.seed"):
+            self.blame("counts_in_range", "run.seed", f"run.seed={seed} is above {MAX_SEED}.", {"run.seed": 0})
         sizes = [
             lookup(self.resolved, f"data.{key}") for key in ("train_size", "eval_size", "min_operand", "max_operand")
         ]
@@ -387,6 +393,6 @@ declare(
 declare(
     "counts_in_range", "error", TOPIC, "config", *AT_LEAST,
     why="""A count is below its bound: 1 for sizes, lengths and intervals, 0 for trainer.warmup_steps,
-    rollout.max_staleness, data.eval_size and run.seed. It would make empty batches, a division by zero, or a run of no
-    steps that exits 0. Raise the count to the bound in the message.""",
+    rollout.max_staleness, data.eval_size and run.seed (which ends at 2**63 - 1). It would make empty batches, a
+    division by zero, or a run of no steps that exits 0. Raise the count to the bound in the message.""",
 )  # fmt: skip

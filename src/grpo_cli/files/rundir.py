@@ -16,7 +16,8 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from grpo_cli.types import Group
 STATUSES = ("starting", "running", "done", "failed", "refused", "guard", "stopped", "lost")
 """done: exit 0; failed: 1; refused: 2; guard: 3; stopped: 128 + N. The first two mean: not ended yet; with no live
 owner (`RunDir.owner`) the run was killed, and the next attempt writes it down as lost."""
+
+_LOCK_TRIES = 10
 
 _ATTEMPT_KEYS = ("status", "reason", "step", "exit_code", "started", "ended")
 
@@ -106,7 +109,7 @@ class RunDir:
         """Own the directory until this process ends or `unlock`; ConfigError where a live process does already."""
         fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._flock_soon(fd)
         except OSError as error:
             os.close(fd)
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
@@ -124,6 +127,15 @@ class RunDir:
         os.ftruncate(fd, 0)
         os.pwrite(fd, dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         self._lock_fd = fd
+
+    @staticmethod
+    def _flock_soon(fd: int) -> None:
+        """Lock; for a moment, one that only asks who owns the directory (`owner`) may hold it."""
+        for _ in range(_LOCK_TRIES):
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            time.sleep(0.05)
+        return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def unlock(self) -> None:
         if self._lock_fd is not None:
@@ -186,6 +198,18 @@ class RunDir:
         """What tells this attempt from all others: directory, and host, process and start of its first parent."""
         state = self.state()
         return (str(self.path), *(str(state.get(key)) for key in ("host", "pid", "started")))
+
+    def require_shared(self, gather: Callable[[tuple[str, ...]], list[tuple[str, ...]]]) -> None:
+        """All nodes must see this one directory; `gather` collects from all ranks. Raises ConfigError on all of them.
+
+        Each rank writes its part of a checkpoint there, and one of them the results.
+        """
+        seen = gather(self.attempt())
+        if any(other != seen[0] for other in seen):
+            where = "; ".join(dict.fromkeys(f"{path} of {host}" for path, host, *_ in seen))
+            message = f"The nodes of this run have run directories of their own ({where})."
+            fix = "run.dir=DIR with one directory that all nodes see, the same on each"
+            raise ConfigError(Finding("nodes_share_the_run_dir", ("run.dir", "trainer.nnodes"), message, fix))
 
     def begin(self, *, seed: int, steps: int | None) -> None:
         """Start an attempt: status `starting`; an earlier one is kept under `previous`."""

@@ -68,7 +68,7 @@ def _explain(error: BaseException, rank_file: RankFile) -> tuple[int, str]:
         return signal_exit_code(stop.signum), f"By {signal.Signals(stop.signum).name}: nothing was saved."
     if isinstance(error, SignalStop):
         name = signal.Signals(error.signum).name
-        return exit_code_of(error), f"By {name}: all is saved, and the same command goes on."
+        return exit_code_of(error), f"By {name}: all is saved, and the same command goes on (trainer.resume=auto)."
     if isinstance(error, ConfigError | GuardStop | RunError):
         return exit_code_of(error), str(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -75,7 +75,7 @@ class ServerProcess:
         self._deadline = time.monotonic() + START_TIMEOUT_S
         options = {**self._options, "host": HOST, "port": port, "middleware": server_auth.CLASS_PATH}
         cores = "-" if self._cores is None else ",".join(map(str, self._cores))
-        command = [sys.executable, "-m", "grpo_cli.rollout.server_main", str(os.getpid()), cores, *flags(options)]
+        command = [sys.executable, "-P", "-m", "grpo_cli.rollout.server_main", str(os.getpid()), cores, *flags(options)]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
