@@ -48,6 +48,16 @@ def test_eval_checks_what_it_reads():
     ]
 
 
+def test_what_evaluation_samples_must_fit_too():
+    """64 tokens of prompt: 36 are left of 100."""
+    engine = ["rollout=vllm", "rollout.max_new_tokens=16", "rollout.max_model_len=100", "eval.max_new_tokens=200"]
+    assert rules(config_of(engine), "train") == []
+    for command, more in (("train", ["trainer.eval_every=1"]), ("eval", [])):
+        (finding,) = check(config_of([*engine, *more]), command)[1]
+        assert finding.rule == "sequence_fits_context"
+        assert finding.fix == "rollout.max_model_len=264, or eval.max_new_tokens=36"
+
+
 REPLAY_REFUSES = {
     "filter_metric_known",
     "clip_range_needs_both_bounds",

@@ -121,7 +121,12 @@ def test_tokenizer_code_counts_too(tmp_path):
         (["rollout.max_model_len=5000"], "rollout.max_model_len=4096"),
         (
             ["data.max_prompt_tokens=5000", "trainer.micro_batch_tokens=6000"],
-            "rollout.max_new_tokens=2048 data.max_prompt_tokens=2048",
+            "data.max_prompt_tokens=2048",
+        ),
+        (["eval.max_new_tokens=5000", "trainer.eval_every=1"], "eval.max_new_tokens=4032"),
+        (
+            ["rollout.max_model_len=5000", "eval.max_new_tokens=4900", "trainer.eval_every=1"],
+            "rollout.max_model_len=4096 eval.max_new_tokens=4032",
         ),
     ],
 )
@@ -134,6 +139,16 @@ def test_context_fits_model(make, overrides, fix):
     typed, errors = check(mended)
     assert [finding for finding in errors if finding.severity == "error"] == []
     assert found_by(model.check, typed) == []
+
+
+def test_what_is_not_evaluated_need_not_fit_the_model(make):
+    cfg = make("eval.max_new_tokens=5000")
+    assert found_by(model.check, cfg) == []
+    report = Report(cfg, "eval")
+    model.check(cfg, report)
+    [finding] = report.findings
+    assert (finding.rule, finding.fix) == ("context_fits_model", "eval.max_new_tokens=4032")
+    assert "data.max_prompt_tokens + eval.max_new_tokens = 5064 tokens" in finding.message
 
 
 def test_attention_installed(make):

@@ -71,12 +71,15 @@ class Unreadable(Exception):
 class View:
     """A plain config read by attribute; a missing key is None, a key with a Shape finding raises `Unreadable`.
 
+    `command` is the command that the config is for; no group of the config has that name.
+
     >>> View({"loss": {"clip_low": 0.2}}, bad=frozenset()).loss.clip_low
     0.2
     """
 
-    def __init__(self, values: Mapping[str, Any], bad: frozenset[str], path: str = ""):
+    def __init__(self, values: Mapping[str, Any], bad: frozenset[str], path: str = "", command: str = "train"):
         self._values, self._bad, self._path = values, bad, path
+        self.command = command
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -91,8 +91,16 @@ def rollout_dtype(c: View) -> str:
 
 
 def context(c: View) -> int:
-    """Longest sequence in tokens: prompt and completion."""
+    """Longest sequence in tokens that is trained on: prompt and completion."""
     return c.data.max_prompt_tokens + c.rollout.max_new_tokens
+
+
+def completion_limits(c: View) -> dict[str, int]:
+    """The keys that bound a completion, with their values: evaluation, where there is any, has its own."""
+    limits = {"rollout.max_new_tokens": c.rollout.max_new_tokens}
+    if c.command == "eval" or c.trainer.eval_every is not None:
+        limits["eval.max_new_tokens"] = c.eval.max_new_tokens
+    return limits
 
 
 def multiply(c: View) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_cli.checks.engine import Found, View, broken, declare, error, ge, gt, le, lt, state, warning
-from grpo_cli.checks.quantities import context, corrects, cut_sampling, processes, rollout_dtype
+from grpo_cli.checks.quantities import completion_limits, context, corrects, cut_sampling, processes, rollout_dtype
 
 SAMPLING = ("rollout.top_p", "rollout.top_k", "rollout.min_p")
 RANGES = "rollout.top_p in (0, 1] (off: 1.0), rollout.top_k >= -1 (off: -1), rollout.min_p in [0, 1) (off: 0)"
@@ -79,16 +79,30 @@ def corrected_sampling_needs_full_support(c: View) -> Found:
         )
 
 
-@error("rollout.max_model_len", "data.max_prompt_tokens", "rollout.max_new_tokens")
+@error(
+    "rollout.max_model_len",
+    "data.max_prompt_tokens",
+    "rollout.max_new_tokens",
+    "eval.max_new_tokens",
+    "trainer.eval_every",
+)
 def sequence_fits_context(c: View) -> Found:
     """The longest prompt and completion together are longer than the engine's context. Long prompts would crash the
-    engine or silently shorten completions, while other processes hang."""
-    if gt(context(c), c.rollout.max_model_len):
+    engine or silently shorten completions, while other processes hang. grpo eval, and a run with trainer.eval_every,
+    sample completions of eval.max_new_tokens too."""
+    if c.rollout.max_model_len is None:
+        return
+    limits = completion_limits(c)
+    key = max(limits, key=lambda name: limits[name])
+    longest, room = c.data.max_prompt_tokens + limits[key], c.rollout.max_model_len - c.data.max_prompt_tokens
+    if longest > c.rollout.max_model_len:
+        shorter = [{key: room}] if key == "eval.max_new_tokens" and c.rollout.max_new_tokens <= room else []
         yield broken(
-            f"rollout.max_model_len={c.rollout.max_model_len} is less than the {context(c)} tokens of the longest "
-            f"sequence (data.max_prompt_tokens={c.data.max_prompt_tokens} + "
-            f"rollout.max_new_tokens={c.rollout.max_new_tokens}).",
-            {"rollout.max_model_len": context(c)},
+            f"rollout.max_model_len={c.rollout.max_model_len} is less than the {longest} tokens of the longest "
+            f"sequence (data.max_prompt_tokens={c.data.max_prompt_tokens} + {key}={limits[key]}).",
+            {"rollout.max_model_len": longest},
+            *shorter,
+            keys=("rollout.max_model_len", "data.max_prompt_tokens", key),
         )
 
 
@@ -150,8 +164,9 @@ def hf_rollout_avoids_zero3(c: View) -> Found:
 
 
 declare(
-    "context_fits_model", "error", "rollout", "start", "rollout.max_model_len", "rollout.max_new_tokens", "model.path",
-    why="""rollout.max_model_len (null: data.max_prompt_tokens + rollout.max_new_tokens) is more than the positions of
-    the model. Positions past the trained range give noise or an index error. Lower rollout.max_model_len and
-    rollout.max_new_tokens.""",
+    "context_fits_model", "error", "rollout", "start", "rollout.max_model_len", "rollout.max_new_tokens",
+    "eval.max_new_tokens", "model.path",
+    why="""rollout.max_model_len (null: data.max_prompt_tokens + rollout.max_new_tokens, or eval.max_new_tokens where
+    there is evaluation) is more than the positions of the model. Positions past the trained range give noise or an
+    index error. Lower rollout.max_model_len, rollout.max_new_tokens and eval.max_new_tokens.""",
 )  # fmt: skip

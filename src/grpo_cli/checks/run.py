@@ -81,10 +81,10 @@ def check(
     return config, findings
 
 
-def completed(cfg: Config, changes: Changes) -> str:
+def completed(cfg: Config, changes: Changes, command: str = "train") -> str:
     """Changes to a config that holds, written as overrides, with all that must change together with them."""
     resolved = cfg.model_dump()
-    audit = partial(_audit_pairs, command="train", terms=None)
+    audit = partial(_audit_pairs, command=command, terms=None)
     errors = [broken for broken, is_error in audit(resolved) if is_error]
     [fix] = complete_fix(resolved, Broken("", "", (changes,)), errors, audit)
     return write(fix, fix.note)
@@ -120,7 +120,7 @@ def _audit(
             found = [broken for broken in found if not _replay_does_without(broken)]
         resolved = _with_stored_terms(resolved, terms)
         bad = frozenset(key for key in bad if not key.startswith("reward.terms"))
-    view = View(resolved, bad)
+    view = View(resolved, bad, command=command)
     for rule in _rules(command):
         found = found + run_rule(rule, view)
     if command == "eval" and lookup(resolved, "rollout.temperature") == 0:

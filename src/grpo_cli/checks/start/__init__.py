@@ -18,7 +18,7 @@ def check(cfg: Config, command: str = "train") -> list[Finding]:
 
     `eval` writes no run directory and resumes nothing; everything else is the same.
     """
-    report = Report(cfg)
+    report = Report(cfg, command)
     tokenizer = model.check(cfg, report)
     fingerprint = data.check(cfg, tokenizer, report)
     devices.check(cfg, report)

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from grpo_cli.checks.engine import View
 from grpo_cli.checks.model import LOCAL_SIGNS
+from grpo_cli.checks.quantities import completion_limits
 from grpo_cli.checks.start.report import Report
 from grpo_cli.errors import ConfigError
 from grpo_cli.model.builtin import locate
@@ -111,16 +113,19 @@ def _read_config(cfg: Config, report: Report) -> Any | None:
 
 def _check_context(cfg: Config, config: Any, report: Report) -> None:
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    asked = cfg.rollout.max_model_len or cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    limits = completion_limits(View(cfg.model_dump(), frozenset(), command=report.command))
+    key = max(limits, key=lambda name: limits[name])
+    asked = cfg.rollout.max_model_len or cfg.data.max_prompt_tokens + limits[key]
     if not isinstance(positions, int) or positions < 2 or asked <= positions:
         return
-    prompt = min(cfg.data.max_prompt_tokens, positions // 2)
+    prompt = cfg.data.max_prompt_tokens
+    if prompt + cfg.rollout.max_new_tokens > positions:
+        prompt = min(prompt, positions // 2)
     fix: dict[str, Any] = {} if cfg.rollout.max_model_len is None else {"rollout.max_model_len": positions}
-    if cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens > positions:
-        fix["rollout.max_new_tokens"] = positions - prompt
-        if prompt != cfg.data.max_prompt_tokens:
-            fix["data.max_prompt_tokens"] = prompt
-    name = "rollout.max_model_len" if cfg.rollout.max_model_len else "data.max_prompt_tokens + rollout.max_new_tokens"
+    fix |= {name: positions - prompt for name, limit in limits.items() if limit > positions - prompt}
+    if prompt != cfg.data.max_prompt_tokens:
+        fix["data.max_prompt_tokens"] = prompt
+    name = "rollout.max_model_len" if cfg.rollout.max_model_len else f"data.max_prompt_tokens + {key}"
     report.add(
         "context_fits_model",
         f"{name} = {asked} tokens, but model.path={cfg.model.path} has {positions} positions.",

@@ -14,13 +14,14 @@ from grpo_cli.schema import Config
 class Report:
     """Collects findings; one mistake that several checks meet is told once."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, command: str = "train"):
         self.cfg = cfg
+        self.command = command
         self.findings: list[Finding] = []
 
     def add(self, rule: str, message: str, *fixes: Mapping[str, Any] | str, keys: Iterable[str] = ()) -> None:
         """A finding of `rule`; a fix is changes, completed with all that must go with them, or words to act on."""
-        texts = [fix if isinstance(fix, str) else completed(self.cfg, Changes(fix)) for fix in fixes]
+        texts = [fix if isinstance(fix, str) else completed(self.cfg, Changes(fix), self.command) for fix in fixes]
         entry = RULES[rule]
         self.take([Finding(rule, tuple(keys) or entry.keys, message, ", or ".join(texts), entry.severity)])
 
