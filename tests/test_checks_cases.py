@@ -229,6 +229,20 @@ def test_g05_a_wrong_column_is_told_with_what_is_there_although_the_model_is_mis
         assert told in data.message
 
 
+def test_h10_a_python_term_that_takes_the_answer_is_held_to_it(tmp_path):
+    rows(tmp_path, {"prompt": "2+2", "answer": "4"}, {"prompt": "1+1", "answer": " "})
+    (tmp_path / "terms.py").write_text("def judge(completions, answer): ...\ndef mild(completions, answer=None): ...\n")
+
+    def found(function: str, *overrides: str):
+        term = f"reward.terms=[{{name: python, weight: 1.0, path: terms.py, function: {function}}}]"
+        return [(finding.rule, finding.fix.split(", or ")[0]) for finding in at_start(term, *overrides)]
+
+    assert found("mild") == found("mild", "data.answer_key=null") == []
+    [(rule, _)] = found("judge")
+    assert rule == "gold_answers_present"
+    assert found("judge", "data.answer_key=null") == [("answer_reward_needs_answer_key", "data.answer_key=answer")]
+
+
 def test_g07_lengths():
     assert errors("data.on_long_prompt=truncate") == ["choice_known"]
     [finding] = findings("data.max_prompt_tokens=32", "rollout.max_new_tokens=64", "rollout.max_model_len=95")

@@ -22,7 +22,7 @@ from grpo_cli.data.hf import check_plain, parse_name
 from grpo_cli.data.jsonl import JsonlRows, decode_object
 from grpo_cli.data.rows import Row
 from grpo_cli.errors import ConfigError
-from grpo_cli.model.builtin import tiny_tokenizer
+from grpo_cli.model.builtin import locate, tiny_tokenizer
 
 BASE = compose(["model=tiny", "data=arithmetic", "trainer.prompts_per_step=1"]).config
 JSONL = compose(["model=tiny", "data=jsonl", "data.train=x", "trainer.prompts_per_step=1", "reward=exact"]).config
@@ -311,6 +311,9 @@ def test_fewer_rows_than_a_step_needs(tmp_path):
     (finding,) = inspect(config(JSONL, data__train=path, trainer__prompts_per_step=4), None)
     assert finding.rule == "data_covers_one_step"
     assert finding.fix == "trainer.prompts_per_step=3"
+    changes = {"trainer__prompts_per_step": 4, "rollout__num_generations": 4, "trainer__updates_per_step": 16}
+    (finding,) = inspect(config(JSONL, data__train=path, **changes), None)
+    assert finding.fix == "trainer.prompts_per_step=3 trainer.updates_per_step=12"  # of 12 sequences
 
 
 def test_held_out_prompts_that_are_trained_on_are_a_warning(tmp_path):
@@ -363,13 +366,33 @@ def test_g07_length_is_measured_after_templating(tmp_path, tokenizer, template, 
 
 
 def test_g07_the_fix_raises_what_must_rise_with_it(tmp_path, tokenizer):
-    path = jsonl(tmp_path, {"prompt": "x" * 100, "answer": "1"})
+    path = jsonl(tmp_path, *[{"prompt": text, "answer": "1"} for text in ("x" * 100, "x")])
     changes = {"data__train": path, "data__max_prompt_tokens": 10, "rollout__max_new_tokens": 20}
     (finding,) = inspect(config(JSONL, **changes, trainer__micro_batch_tokens=64, rollout__max_model_len=40), tokenizer)
     assert finding.fix == (
         "data.max_prompt_tokens=102 trainer.micro_batch_tokens=122 rollout.max_model_len=122, "
         "or data.on_long_prompt=drop"
     )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fix"),
+    [
+        ((5000, 1, 1), "data.on_long_prompt=drop"),
+        ((5000, 5000, 1), "data.on_long_prompt=drop trainer.prompts_per_step=1 trainer.updates_per_step=4"),
+        ((5000, 5000, 5000), "Remove or shorten the rows in the message."),
+        ((3900, 1, 1), "data.on_long_prompt=drop"),  # and 300 tokens of completion
+        ((3700, 3700, 3700), "data.max_prompt_tokens=3702 trainer.micro_batch_tokens=4002"),
+    ],
+)
+def test_g07_a_fix_keeps_within_the_positions_and_leaves_a_step(tmp_path, tokenizer, lengths, fix):
+    """The tiny model has 4096 positions; a step takes two prompts of four completions, in eight updates."""
+    locate("builtin:tiny")
+    changes = {"trainer__prompts_per_step": 2, "rollout__num_generations": 4, "trainer__updates_per_step": 8}
+    path = jsonl(tmp_path, *[{"prompt": "x" * length, "answer": "1"} for length in lengths])
+    cfg = config(JSONL, data__train=path, rollout__max_new_tokens=300, trainer__micro_batch_tokens=600, **changes)
+    (finding,) = inspect(cfg, tokenizer)
+    assert (finding.rule, finding.fix) == ("prompts_fit", fix)
 
 
 def test_g10_dropping_every_row_is_an_error(tokenizer):

@@ -10,7 +10,7 @@ from grpo_cli.data.rows import Row
 from grpo_cli.errors import ConfigError
 from grpo_cli.reward import make_scorer
 from grpo_cli.reward.check import RewardCheck
-from grpo_cli.schema import parse
+from grpo_cli.schema import JsonlData, parse
 
 BY_TEXT = "def {name}(completions): return [{table}[text] for text in completions]"
 
@@ -102,6 +102,30 @@ def test_a14_a_signature_that_cannot_be_served_lists_what_can_be_passed(tmp_path
     assert "cannot be read: No such file" in found[2].message
     assert "by position only" in found[3].message
     assert "starred takes *given by position only" in found[4].message
+
+
+def test_a_function_that_takes_the_answer_needs_its_column(tmp_path):
+    takes = python_term(tmp_path, "def takes(completions, answer): ...", "takes")
+    may = python_term(tmp_path, "def may(completions, answer=None, **kw): ...", "may")
+    without = {"name": "jsonl", "train": "d.jsonl", "prompt_key": "prompt", "answer_key": None}
+    for terms, data, reads, found in (
+        ((may, takes), without, True, ["answer_reward_needs_answer_key"]),
+        ((may,), without, False, []),
+        ((takes,), {**without, "answer_key": "gold"}, True, []),
+        ((takes,), {}, True, []),  # generated data
+    ):
+        cfg = reward_config(*terms)
+        resolved = cfg.model_dump()
+        if data:
+            resolved["data"] = {key: resolved["data"].get(key) for key in JsonlData.model_fields} | data
+        check = RewardCheck(parse(resolved))
+        for row in rows({"gold": "7"}, answer_key=None):
+            check.see(row)
+        assert check.reads_answer == reads
+        findings = check.findings()
+        assert [finding.rule for finding in findings] == found
+        for finding in findings:
+            assert finding.fix == "data.answer_key of one of the columns gold, or answer=None in the signature"
 
 
 def test_columns_are_not_blamed_when_no_row_could_be_read(tmp_path):

@@ -145,6 +145,20 @@ def find_config(path: str, revision: str | None = None) -> Path:
 
 def read_shape(path: str, revision: str | None = None) -> Shape:
     """The sizes of a model on this machine; ValueError with the reason where they are not known."""
+    return Shape.of(_read_config(path, revision))
+
+
+def read_positions(path: str, revision: str | None = None) -> int | None:
+    """Longest sequence in tokens of a model on this machine; None where it is not known."""
+    try:
+        config = _read_config(path, revision)
+    except ValueError:
+        return None
+    config = config.get("text_config") or config
+    return config.get("max_position_embeddings") or config.get("n_positions")
+
+
+def _read_config(path: str, revision: str | None) -> dict[str, Any]:
     file = find_config(path, revision)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -152,7 +166,7 @@ def read_shape(path: str, revision: str | None = None) -> Shape:
         raise ValueError(f"{file} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds no JSON object")
-    return Shape.of(content)
+    return content
 
 
 def estimate(config: Config) -> dict[str, Any]:

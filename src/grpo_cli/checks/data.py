@@ -25,7 +25,7 @@ def file_data_needs_prompt_key(c: View) -> Found:
 @error("data.answer_key", "reward.terms", "data.name")
 def answer_reward_needs_answer_key(c: View) -> Found:
     """A term compares with the gold answer, whose column is not named. Every comparison would be with nothing: all
-    rewards 0."""
+    rewards 0. A python term that takes `answer` without a default counts too, at run start."""
     reading = {name for name, model in term_models().items() if getattr(model, "reads_answer", False)}
     readers = [term.name for term in c.reward.terms if term.name in reading]
     if file_data(c) and not c.data.answer_key and readers:

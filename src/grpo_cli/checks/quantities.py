@@ -9,6 +9,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from grpo_cli.checks.engine import View, gt, lt
 from grpo_cli.passes import decide_passes
+from grpo_cli.schema import Config
 
 CLIPPED = ("ppo_clip", "dapo", "dr_grpo")
 """Losses with PPO's clipped surrogate whose ratio level is free."""
@@ -95,10 +96,10 @@ def context(c: View) -> int:
     return c.data.max_prompt_tokens + c.rollout.max_new_tokens
 
 
-def completion_limits(c: View) -> dict[str, int]:
+def completion_limits(c: View | Config, command: str) -> dict[str, int]:
     """The keys that bound a completion, with their values: evaluation, where there is any, has its own."""
     limits = {"rollout.max_new_tokens": c.rollout.max_new_tokens}
-    if c.command == "eval" or c.trainer.eval_every is not None:
+    if command == "eval" or c.trainer.eval_every is not None:
         limits["eval.max_new_tokens"] = c.eval.max_new_tokens
     return limits
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_cli.checks.engine import Found, View, broken, declare, error, ge, gt, le, lt, state, warning
-from grpo_cli.checks.quantities import completion_limits, context, corrects, cut_sampling, processes, rollout_dtype
+from grpo_cli.checks.quantities import completion_limits, corrects, cut_sampling, processes, rollout_dtype
 
 SAMPLING = ("rollout.top_p", "rollout.top_k", "rollout.min_p")
 RANGES = "rollout.top_p in (0, 1] (off: 1.0), rollout.top_k >= -1 (off: -1), rollout.min_p in [0, 1) (off: 0)"
@@ -92,7 +92,7 @@ def sequence_fits_context(c: View) -> Found:
     sample completions of eval.max_new_tokens too."""
     if c.rollout.max_model_len is None:
         return
-    limits = completion_limits(c)
+    limits = completion_limits(c, c.command)
     key = max(limits, key=lambda name: limits[name])
     longest, room = c.data.max_prompt_tokens + limits[key], c.rollout.max_model_len - c.data.max_prompt_tokens
     if longest > c.rollout.max_model_len:

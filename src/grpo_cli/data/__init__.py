@@ -133,8 +133,14 @@ def inspect(cfg: Config, tokenizer: Any | None, visit: Callable[[Row], None] | N
     return inspect_rows(cfg, tokenizer, visit).findings
 
 
-def inspect_rows(cfg: Config, tokenizer: Any | None, visit: Callable[[Row], None] | None = None) -> Checked:
-    """The same, with the rows themselves where they can be read."""
+def inspect_rows(
+    cfg: Config,
+    tokenizer: Any | None,
+    visit: Callable[[Row], None] | None = None,
+    reads_answer: bool = False,
+    command: str = "train",
+) -> Checked:
+    """The same, with the rows themselves where they can be read; see `check` for what else is told."""
     encoder = None
     findings: list[Finding] = []
     if tokenizer is not None:
@@ -142,6 +148,6 @@ def inspect_rows(cfg: Config, tokenizer: Any | None, visit: Callable[[Row], None
             encoder = Encoder(tokenizer, cfg.data.system_prompt, cfg.data.chat_template)
         except ConfigError as error:
             findings = error.findings
-    checked = check(cfg, encoder, visit)
+    checked = check(cfg, encoder, visit, reads_answer, command)
     checked.findings = findings + checked.findings
     return checked

@@ -16,6 +16,7 @@ from grpo_cli.data.jsonl import JsonlRows
 from grpo_cli.data.reasoning_gym import ReasoningGymRows
 from grpo_cli.data.rows import Bad, Problems, Row, Rows, Rule
 from grpo_cli.errors import ConfigError, Finding
+from grpo_cli.memory import read_positions
 from grpo_cli.schema import ArithmeticData, Config, HfData, JsonlData, ReasoningGymData
 
 BATCH = 4096
@@ -64,35 +65,45 @@ def error_findings(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.severity == "error"]
 
 
-def check(cfg: Config, encoder: Encoder | None, visit: Callable[[Row], None] | None = None) -> Checked:
-    """Scans held-out and training rows; without an encoder nothing is tokenised. `visit` sees every readable row."""
+def check(
+    cfg: Config,
+    encoder: Encoder | None,
+    visit: Callable[[Row], None] | None = None,
+    reads_answer: bool = False,
+    command: str = "train",
+) -> Checked:
+    """Scans held-out and training rows; without an encoder nothing is tokenised.
+
+    `visit` sees every readable row; `reads_answer` says that a term reads the answers beside those whose kind tells.
+    """
     checked = Checked()
     train = _open(cfg, "train", checked.findings)
     held_out = _open(cfg, "eval", checked.findings)
     prompts: dict[int, str] = {}
     if held_out is not None:
-        scan = _Scan(cfg, "data.eval", encoder, visit)
+        scan = _Scan(cfg, "data.eval", encoder, visit, reads_answer, command)
         scan.remember = prompts if cfg.data.eval != cfg.data.train or cfg.data.eval is None else None
         checked.eval_usable = scan.run(held_out, checked)
         checked.eval = held_out
     if train is not None:
-        scan = _Scan(cfg, "data.train", encoder, visit)
+        scan = _Scan(cfg, "data.train", encoder, visit, reads_answer, command)
         scan.known = prompts
         checked.train_usable = scan.run(train, checked)
         checked.train = train
         if not error_findings(checked.findings):
-            checked.findings += _covers_one_step(cfg, len(train), len(checked.train_usable))
+            checked.findings += _covers_one_step(cfg, command, len(train), len(checked.train_usable))
     return checked
 
 
-def _covers_one_step(cfg: Config, rows: int, usable: int) -> list[Finding]:
+def _covers_one_step(cfg: Config, command: str, rows: int, usable: int) -> list[Finding]:
     wanted = cfg.trainer.prompts_per_step
     if usable >= wanted:
         return []
     keys = ("trainer.prompts_per_step", "data.train", "data.max_prompt_tokens")
     message = f"data.train has {usable} usable prompts of {rows} rows, fewer than trainer.prompts_per_step={wanted}."
     if usable:
-        return [Finding("data_covers_one_step", keys, message, f"trainer.prompts_per_step={usable}")]
+        fix = _completed(cfg, command, {"trainer.prompts_per_step": usable})
+        return [Finding("data_covers_one_step", keys, message, fix)]
     if rows:
         message += f" No row is left: all have more than data.max_prompt_tokens={cfg.data.max_prompt_tokens} tokens."
         return [Finding("data_covers_one_step", keys[::-1], message, "Raise data.max_prompt_tokens.")]
@@ -136,14 +147,23 @@ class _Scan:
     remember: dict[int, str] | None = None
     """Where to note the prompts met here."""
 
-    def __init__(self, cfg: Config, key: str, encoder: Encoder | None, visit: Callable[[Row], None] | None):
+    def __init__(
+        self,
+        cfg: Config,
+        key: str,
+        encoder: Encoder | None,
+        visit: Callable[[Row], None] | None,
+        reads_answer: bool,
+        command: str,
+    ):
         self.cfg = cfg
+        self.command = command
         self.key = key
         self.encoder = encoder
         self.visit = visit
         self.limit = cfg.data.max_prompt_tokens
         self.problems = Problems(key)
-        self.reads_answer = any(term.reads_answer for term in cfg.reward.terms)
+        self.reads_answer = reads_answer or any(term.reads_answer for term in cfg.reward.terms)
         self.pending: list[tuple[int, Row]] = []
         self.long: dict[int, tuple[str, int]] = {}
         self.chat_without_template: str | None = None
@@ -228,16 +248,33 @@ class _Scan:
             problems.add(Bad("prompts_fit", source, f"{count} tokens"))
         what = f"have more than data.max_prompt_tokens={self.limit} tokens after templating"
         keys = ("data.max_prompt_tokens", "data.on_long_prompt")
-        rule = Rule(what, _fix_length(self.cfg, max(count for _, count in self.long.values())), keys)
+        longest = max(count for _, count in self.long.values())
+        left = rows - len(self.long) if self.key == "data.train" else None
+        rule = Rule(what, _fix_length(self.cfg, self.command, longest, left), keys)
         checked.findings += problems.findings({"prompts_fit": rule})
 
 
-def _fix_length(cfg: Config, longest: int) -> str:
-    """Overrides that let the longest prompt in, with the keys that must rise with it."""
-    fix = [f"data.max_prompt_tokens={longest}"]
-    whole = longest + cfg.rollout.max_new_tokens
-    if cfg.trainer.micro_batch_tokens < whole:
-        fix.append(f"trainer.micro_batch_tokens={whole}")
-    if cfg.rollout.max_model_len is not None and cfg.rollout.max_model_len < whole:
-        fix.append(f"rollout.max_model_len={whole}")
-    return f"{' '.join(fix)}, or data.on_long_prompt=drop"
+def _fix_length(cfg: Config, command: str, longest: int, left: int | None) -> str:
+    """Overrides that let the longest prompt in, where the model has room for it, or leave `left` prompts.
+
+    `left` is None where no step needs any. All that must change with them is in the fix.
+    """
+    from grpo_cli.checks.quantities import completion_limits  # not at the top: the rules import from this package
+
+    positions = read_positions(cfg.model.path, cfg.model.revision)
+    limits = completion_limits(cfg, command)
+    fixes: list[dict[str, Any]] = []
+    if positions is None or longest + max(limits.values()) <= positions:
+        fixes.append({"data.max_prompt_tokens": longest})
+    if left is None or left >= cfg.trainer.prompts_per_step:
+        fixes.append({"data.on_long_prompt": "drop"})
+    elif left:
+        fixes.append({"data.on_long_prompt": "drop", "trainer.prompts_per_step": left})
+    return ", or ".join(_completed(cfg, command, fix) for fix in fixes) or "Remove or shorten the rows in the message."
+
+
+def _completed(cfg: Config, command: str, changes: dict[str, Any]) -> str:
+    from grpo_cli.checks.engine import Changes
+    from grpo_cli.checks.run import completed
+
+    return completed(cfg, Changes(changes), command)

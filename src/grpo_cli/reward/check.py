@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from grpo_cli.errors import Finding, RunError
 from grpo_cli.reward import number, reasoning_gym
 from grpo_cli.reward.pool import Failure, Job, Pool
-from grpo_cli.reward.python import BUILT_IN, read_signature
+from grpo_cli.reward.python import BUILT_IN, Signature, read_signature
 from grpo_cli.reward.terms import MEMORY_BYTES
 from grpo_cli.schema import Config, MathTerm, NumberTerm, PythonTerm, ReasoningGymTerm
 
@@ -22,6 +22,10 @@ PACKAGES = {
     MathTerm: ("math_verify", "pip install math-verify==0.9.0"),
     ReasoningGymTerm: ("reasoning_gym", "pip install 'grpo[reasoning_gym]'"),
 }
+
+
+FILES = ("jsonl", "hf")
+"""Data whose answers come from a column."""
 
 
 class Row(Protocol):
@@ -44,6 +48,11 @@ class RewardCheck:
 
     def __init__(self, cfg: Config):
         self._cfg = cfg
+        self._python = [
+            (index, term, _signature(term))
+            for index, term in enumerate(cfg.reward.terms)
+            if isinstance(term, PythonTerm)
+        ]
         kinds = {type(term) for term in cfg.reward.terms}
         self._number = NumberTerm in kinds
         self._math = MathTerm in kinds and _installed("math_verify")
@@ -71,30 +80,28 @@ class RewardCheck:
 
     def findings(self) -> list[Finding]:
         """All findings on the terms; nothing of a user's file is run."""
-        return [*self._callables(), *self._packages(), *self._gym_rows(), *self._gold()]
+        return [*self._callables(), *self._answers(), *self._packages(), *self._gym_rows(), *self._gold()]
+
+    @property
+    def reads_answer(self) -> bool:
+        """Whether a python term cannot do without the answer."""
+        return bool(self._answer_readers())
+
+    def _answer_readers(self) -> list[int]:
+        return [i for i, _, found in self._python if isinstance(found, Signature) and "answer" in found.required]
 
     def _callables(self) -> list[Finding]:
         found = []
-        for index, term in enumerate(self._cfg.reward.terms):
-            if isinstance(term, PythonTerm):
-                reason = self._refusal(term)
-                if reason is not None:
-                    keys = (f"reward.terms.{index}.path", f"reward.terms.{index}.function")
-                    message = f"reward term {self._cfg.reward.term_names[index]}: {reason}."
-                    fix = "Correct path, function or the signature."
-                    found.append(Finding("python_reward_callable", keys, message, fix))
+        for index, term, signature in self._python:
+            reason = signature if isinstance(signature, str) else self._unknown(term, signature)
+            if reason is not None:
+                keys = (f"reward.terms.{index}.path", f"reward.terms.{index}.function")
+                message = f"reward term {self._cfg.reward.term_names[index]}: {reason}."
+                fix = "Correct path, function or the signature."
+                found.append(Finding("python_reward_callable", keys, message, fix))
         return found
 
-    def _refusal(self, term: PythonTerm) -> str | None:
-        try:
-            signature = read_signature(str(Path(term.path).expanduser()), term.function)
-        except OSError as error:
-            return f"{term.path} cannot be read: {error.strerror or error}"
-        except ValueError as error:
-            return str(error)
-        if signature.positional_only:
-            names = ", ".join(signature.positional_only)
-            return f"{term.function} takes {names} by position only; arguments are passed by name"
+    def _unknown(self, term: PythonTerm, signature: Signature) -> str | None:
         if self._columns is None:  # no row could be read: only that is worth telling
             return None
         available = [*BUILT_IN, *(name for name in self._columns if name not in BUILT_IN)]
@@ -102,6 +109,19 @@ class RewardCheck:
         if not unknown:
             return None
         return f"{term.function} asks for {', '.join(unknown)}; what can be passed is {', '.join(available)}"
+
+    def _answers(self) -> list[Finding]:
+        data = self._cfg.data
+        readers = self._answer_readers()
+        if data.answer_key or data.name not in FILES or not readers:
+            return []
+        name = self._cfg.reward.term_names[readers[0]]
+        message = f"The term {name} takes the answer, and data.answer_key, the column that it comes from, is empty."
+        columns = [column for column in self._columns or () if column != data.prompt_key]
+        named = "answer" in columns or not columns
+        fix = "data.answer_key=answer" if named else f"data.answer_key of one of the columns {', '.join(columns)}"
+        keys = ("data.answer_key", "reward.terms", "data.name")
+        return [Finding("answer_reward_needs_answer_key", keys, message, f"{fix}, or answer=None in the signature")]
 
     def _packages(self) -> list[Finding]:
         found = []
@@ -145,6 +165,20 @@ class RewardCheck:
         finally:
             pool.close()
         return [a for a, reply in zip(answers, replies, strict=True) if isinstance(reply, Failure) or reply[0] != 1.0]
+
+
+def _signature(term: PythonTerm) -> Signature | str:
+    """What the function takes, or why it cannot be called."""
+    try:
+        signature = read_signature(str(Path(term.path).expanduser()), term.function)
+    except OSError as error:
+        return f"{term.path} cannot be read: {error.strerror or error}"
+    except ValueError as error:
+        return str(error)
+    if signature.positional_only:
+        names = ", ".join(signature.positional_only)
+        return f"{term.function} takes {names} by position only; arguments are passed by name"
+    return signature
 
 
 def _unparsed(term: str, count: int, first: str, tried: str = "") -> Finding:

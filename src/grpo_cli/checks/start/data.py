@@ -17,7 +17,7 @@ def check(cfg: Config, tokenizer: Any | None, report: Report) -> str | None:
     Returns the hash of the training rows, where they could be read.
     """
     reward = RewardCheck(cfg)
-    rows = inspect_rows(cfg, tokenizer, reward.see)
+    rows = inspect_rows(cfg, tokenizer, reward.see, reward.reads_answer, report.command)
     report.take(rows.findings)
     report.take(reward.findings())
     return rows.train.fingerprint() if rows.train is not None and not error_findings(rows.findings) else None

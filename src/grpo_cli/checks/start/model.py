@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.checks.engine import View
 from grpo_cli.checks.model import LOCAL_SIGNS
 from grpo_cli.checks.quantities import completion_limits
 from grpo_cli.checks.start.report import Report
@@ -113,7 +112,7 @@ def _read_config(cfg: Config, report: Report) -> Any | None:
 
 def _check_context(cfg: Config, config: Any, report: Report) -> None:
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    limits = completion_limits(View(cfg.model_dump(), frozenset(), command=report.command))
+    limits = completion_limits(cfg, report.command)
     key = max(limits, key=lambda name: limits[name])
     asked = cfg.rollout.max_model_len or cfg.data.max_prompt_tokens + limits[key]
     if not isinstance(positions, int) or positions < 2 or asked <= positions:
