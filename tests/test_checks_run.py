@@ -36,8 +36,10 @@ def test_commands_that_start_a_run_check_everything(command):
 
 
 def test_eval_checks_what_it_reads():
-    assert rules(config_of(MISTAKES), "eval") == ["model_path_given"]
-    assert rules(config_of(["rollout.temperature=0.001", "rollout.top_p=2", "rollout.max_model_len=8"]), "eval") == [
+    assert rules(config_of(MISTAKES), "eval") == ["model_path_given", "value_is_read"]  # rollout.top_p
+    assert rules(config_of(MISTAKES), "eval", severity="error") == ["model_path_given"]
+    ranges = config_of(["rollout.temperature=0.001", "rollout.top_p=2", "rollout.max_model_len=8"])
+    assert rules(ranges, "eval", severity="error") == [
         "temperature_positive",
         "sampling_filters_in_range",
         "sequence_fits_context",
@@ -46,6 +48,33 @@ def test_eval_checks_what_it_reads():
         "temperature_positive",
         "sampling_filters_in_range",
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        (["rollout.temperature=0.7"], "eval.temperature=0.7, or rollout.temperature=1.0"),
+        (["rollout.temperature=0.7", "eval.temperature=0.5"], "rollout.temperature=1.0"),
+        (["rollout.top_p=0.9"], "eval.top_p=0.9, or rollout.top_p=1.0"),
+        (["rollout.top_k=2"], "rollout.top_k=null"),
+        (["rollout.min_p=0.1"], "rollout.min_p=null"),
+    ],
+)
+def test_eval_tells_of_sampling_that_it_does_not_read(overrides, fix):
+    (finding,) = check(config_of(overrides), "eval")[1]
+    assert (finding.rule, finding.severity, finding.keys) == (
+        "value_is_read",
+        "warning",
+        (overrides[0].partition("=")[0],),
+    )
+    assert finding.fix == fix
+    for alternative in fix.split(", or "):
+        assert check(config_of([*overrides, alternative]), "eval")[1] == []
+
+
+@pytest.mark.parametrize("same", [["rollout.temperature=0"], ["rollout.temperature=0.7", "eval.temperature=0.7"]])
+def test_eval_says_nothing_of_sampling_that_is_its_own(same):
+    assert check(config_of(same), "eval")[1] == []
 
 
 def test_what_evaluation_samples_must_fit_too():

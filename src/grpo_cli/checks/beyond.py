@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import reduce
 from pathlib import PurePath
+from typing import Any
 
 from grpo_cli.checks.engine import Changes, Found, View, broken, declare, error, gt, state, warning
 from grpo_cli.checks.engines import back_on_trainer_devices, own_devices
@@ -42,6 +43,14 @@ READ_WHERE: tuple[tuple[str, str, Callable[[View], bool]], ...] = (
 """Key, what reads it, and whether that is chosen. Keys of which null is what an option ships, and that would train
 something else than was asked, have errors of their own."""
 
+SAMPLING_OF_EVAL = {
+    "rollout.temperature": "eval.temperature",
+    "rollout.top_p": "eval.top_p",
+    "rollout.top_k": None,
+    "rollout.min_p": None,
+}
+"""Keys of the rollout that `grpo eval` does not read, with its own."""
+
 
 @error(*FILE_KEYS, "data.name")
 def file_keys_need_file_data(c: View) -> Found:
@@ -60,14 +69,32 @@ def file_keys_need_file_data(c: View) -> Found:
         )
 
 
-@warning(*(key for key, _, _ in READ_WHERE))
+@warning(*(key for key, _, _ in READ_WHERE), *SAMPLING_OF_EVAL)
 def value_is_read(c: View) -> Found:
     """A value other than the shipped one stands at a key that the chosen options never read: it does nothing. Set it
-    back, or choose what reads it."""
+    back, or choose what reads it. grpo eval samples by eval.temperature and eval.top_p, not by the rollout's values."""
+    if c.command == "eval":
+        yield from _sampling_of_eval(c)
+        return
     for key, reader, is_read in READ_WHERE:
-        value = reduce(getattr, key.split("."), c)
+        value = _value(c, key)
         if value is not None and not is_read(c) and value != (shipped := shipped_here(key, c._values)):
             yield broken(f"{state(c, key)} does nothing: it is read by {reader} only.", {key: shipped}, keys=(key,))
+
+
+def _sampling_of_eval(c: View) -> Found:
+    for key, own in SAMPLING_OF_EVAL.items():
+        value, shipped = _value(c, key), shipped_here(key, c._values)
+        used = _value(c, own) if own else shipped
+        if value in (None, shipped, used):
+            continue
+        instead = [{own: value}] if own and used == shipped_here(own, c._values) else []
+        told = f"grpo eval samples with {state(c, own)}" if own else "grpo eval has no such filter"
+        yield broken(f"{state(c, key)} does nothing: {told}.", *instead, {key: shipped}, keys=(key,))
+
+
+def _value(c: View, key: str) -> Any:
+    return reduce(getattr, key.split("."), c)
 
 
 @error("trainer.nnodes", "rollout.server_url", "rollout.devices", "rollout.name")

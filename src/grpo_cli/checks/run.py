@@ -22,8 +22,9 @@ RULES_OF_EVAL = (
     "sequence_fits_context",
     "stop_strings_not_empty",
     "file_keys_need_file_data",
+    "value_is_read",
 )
-"""What `grpo eval` runs beside its topics: the range rules of the rollout, and whose rows are read."""
+"""What `grpo eval` runs beside its topics: the range rules of the rollout, whose rows are read, and what is not."""
 
 TOPICS_OF_EVAL = ("shape", "reward", "data", "model", "engines", "logging", "security")
 
