@@ -109,10 +109,10 @@ def read_json(path: Path) -> Any:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The JSON objects of a file of lines; a torn last line (the machine died in it) is left out."""
+    """The JSON objects of a file of lines; lines that are none (the machine died in the last one) are left out."""
     rows = []
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, "rb") as file:  # a line with a broken byte is no JSON, either
             for line in file:
                 try:
                     row = json.loads(line)
