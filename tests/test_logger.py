@@ -114,6 +114,15 @@ def test_resumed_wandb_run_keeps_its_id_and_gets_no_step_twice(run_dir: RunDir, 
     assert wandb.runs[1].finished == [0]
 
 
+def test_the_evaluation_before_training_is_sent_once(run_dir: RunDir, wandb: FakeWandb) -> None:
+    for start in (-1, -1, 1):  # killed before step 1 was saved, then resumed from it
+        log = logger(run_dir, "offline", start_step=start)
+        for step in range(start + 1, 3):
+            log.log(step, {"reward": step / 10})
+        run_dir.begin(seed=1, steps=4)
+    assert [[step for step, _ in run.rows] for run in wandb.runs] == [[0, 1, 2], [], []]
+
+
 def test_server_that_knows_more_steps_is_believed(run_dir: RunDir, wandb: FakeWandb) -> None:
     log = logger(run_dir, "offline", start_step=5)
     log._wandb._sent = 7  # type: ignore[union-attr]

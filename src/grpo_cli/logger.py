@@ -113,7 +113,8 @@ class _Wandb:
             ) from error
         # Steps that the W&B run has seen are not sent again: it would drop them, and they are the same numbers.
         server_step = getattr(self._run, "step", 0)
-        self._sent = max(known.get("last_step") or 0, (server_step if isinstance(server_step, int) else 0) - 1)
+        # -1: nothing was sent, for step 0 is the evaluation before training.
+        self._sent = max(known.get("last_step", -1), (server_step if isinstance(server_step, int) else 0) - 1)
         self._remember()
 
     def _remember(self) -> None:
