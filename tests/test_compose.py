@@ -173,6 +173,11 @@ def test_a_users_own_experiment(tmp_path):
     assert (composed.config["loss"]["name"], composed.config["trainer"]["lr"]) == ("gspo", 0.25)
 
 
+def test_a_folder_named_like_an_option_is_none(tmp_path):
+    (tmp_path / "loss" / "d.yaml").mkdir(parents=True)
+    assert read_groups([conf_dir(), tmp_path]) == GROUPS
+
+
 def test_what_was_composed_before_changes_nothing(tmp_path):
     text = "# @package _global_\ntrainer:\n  lr: 0.25\n"
     folder = _user_dir(tmp_path, text)

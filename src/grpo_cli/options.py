@@ -43,7 +43,7 @@ def read_groups(dirs: Sequence[Path]) -> Groups:
     for top in dirs:
         for file in top.rglob("*.yaml"):
             group, *option = file.relative_to(top).with_suffix("").parts
-            if option and group != "hydra":
+            if option and group != "hydra" and file.is_file():
                 found.setdefault(group, set()).add("/".join(option))
     primary = yaml.safe_load((dirs[0] / f"{PRIMARY}.yaml").read_text(encoding="utf-8"))
     defaults = {
