@@ -5,16 +5,20 @@ The launcher is a stand-in, but for the last test, whose jobs are real.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from grpo_cli import cli
 from grpo_cli.errors import Finding, GuardStop, RunError
+from grpo_cli.files.rundir import RunDir
 from grpo_cli.options import conf_dir, read_groups
 from grpo_cli.overrides import jobs
 
@@ -105,6 +109,74 @@ def test_a_signal_ends_the_sweep(launcher, capsys):
     assert capsys.readouterr().out.count("not started") == 2
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_during_the_checks_of_a_job_ends_the_sweep_in_words(launcher, monkeypatch, capsys, tmp_path, signum):
+    launched, outcome = launcher
+    outcome[0] = 1
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
+
+    def check(config):
+        if config.run.seed == 1:
+            with contextlib.suppress(Exception):  # as checks do around other people's code
+                for _ in range(2):  # a scheduler may well tell twice
+                    os.kill(os.getpid(), signum)
+                time.sleep(30)
+        return []
+
+    monkeypatch.setattr("grpo_cli.checks.start.check", check)
+    assert cli.main(["train", "-m", "+experiment=smoke", "run.dir=R", "run.seed=range(0,4)"]) == 128 + signum
+    assert len(launched) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert [line.strip().split(":")[0] for line in out[-4:]] == ["exit 1", f"exit {128 + signum}", *["not started"] * 2]
+    state = json.loads((tmp_path / "R" / "1" / "run.json").read_text())
+    assert (state["status"], state["exit_code"]) == ("stopped", 128 + signum)
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
+
+
+@pytest.mark.parametrize("status", ["done", "failed", "stopped", "running"])
+def test_a_refused_job_leaves_the_run_in_its_directory_alone(launcher, capsys, tmp_path, status):
+    run_dir = RunDir.create(tmp_path / "R" / "0")
+    run_dir.begin(seed=0, steps=4)
+    run_dir.update(status=status, step=4)
+    before = run_dir.state()
+    assert cli.main(["train", "-m", "+experiment=smoke", "run.dir=R", "rollout.num_generations=1,4"]) == 2
+    assert run_dir.state() == before
+    assert capsys.readouterr().out.splitlines()[-1].startswith("  exit 2: 0: rollout.num_generations=1")
+
+
+def test_a_launch_that_breaks_off_is_the_attempt_that_failed(launcher, monkeypatch, tmp_path):
+    def launch(config, run_dir):
+        RunDir.create(run_dir).begin(seed=0, steps=4)
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("grpo_cli.launch.launch", launch)
+    assert cli.main(["train", "-m", "+experiment=smoke", "run.dir=R", "run.seed=0,1"]) == 1
+    state = RunDir(tmp_path / "R" / "1").state()
+    assert (state["status"], state["reason"], state["previous"]) == ("failed", "OSError: no more processes", [])
+
+
+def test_a_config_dir_that_is_none_is_refused_before_any_job(launcher, capsys, tmp_path):
+    assert cli.main(["train", "-m", "--config-dir", "nodir", "+experiment=smoke", "run.seed=0,1"]) == 2
+    assert capsys.readouterr().err.count("no such directory") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stdout", ["closed pipe", "/dev/full"])
+def test_a_sweep_goes_on_where_nobody_reads_it(tmp_path, stdout):
+    """In a process of its own, for the flush at its end; its jobs are refused, which is as good as run here."""
+    if stdout == "closed pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(stdout, os.O_WRONLY)
+    swept = ["train", "-m", "+experiment=smoke", "run.dir=R", "rollout.num_generations=1", "run.seed=0,1,2"]
+    done = _grpo(tmp_path, *swept, stdout=writer)
+    os.close(writer)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert [json.loads((tmp_path / "R" / n / "run.json").read_text())["exit_code"] for n in "012"] == [2, 2, 2]
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -160,11 +232,12 @@ def test_what_cannot_be_swept_is_refused(override):
     assert findings[0].rule == "override_parses"
 
 
-def _grpo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _grpo(folder: Path, *arguments: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     source = str(Path(cli.__file__).resolve().parents[1])
     env = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "grpo_cli.cli", *arguments]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    pipes: dict = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.run(command, cwd=folder, env=env, timeout=300, **pipes)
 
 
 def _numbers(run_dir: Path) -> list[dict]:

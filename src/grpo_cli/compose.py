@@ -120,7 +120,7 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None, now: datet
     """
     shipped = conf_dir()
     dirs = [shipped] if config_dir is None else [shipped, config_dir.resolve()]
-    if config_dir is not None and (problem := _bad_config_dir(config_dir, shipped)):
+    if problem := bad_config_dir(config_dir):
         return Composed(None, [problem])
     groups = read_groups(dirs)
     asked = read(overrides, groups)
@@ -152,9 +152,11 @@ def _only_for_jsonl(file: str, *, _parent_: DictConfig) -> str | None:
     return file if _parent_.get("name") == "jsonl" else None
 
 
-def _bad_config_dir(config_dir: Path, shipped: Path) -> Finding | None:
-    """Why a user's config directory cannot be used; None where it can."""
-    keys = ("--config-dir",)
+def bad_config_dir(config_dir: Path | None) -> Finding | None:
+    """Why a user's config directory cannot be used; None where it can, or where none is given."""
+    if config_dir is None:
+        return None
+    keys, shipped = ("--config-dir",), conf_dir()
     if not config_dir.is_dir():
         return Finding("config_composes", keys, f"--config-dir {config_dir}: no such directory.", "--config-dir DIR")
     for file in sorted(config_dir.rglob("*.yaml")):

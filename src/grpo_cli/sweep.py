@@ -3,25 +3,38 @@
 Job n runs in `<its run.dir>/<n>`; all jobs share one time stamp. Jobs run one after the other, and one that fails or is
 invalid stops none of the others: its run.json says why, and the closing summary lists it. A signal ends the sweep.
 
-Exit code: 0 where every job is done; 2 where wrong configs or data are the only failures; else that of the first job
-that failed while running.
+Exit code: 128 + N after signal N; 0 where every job is done; 2 where wrong configs or data are the only failures; else
+that of the first job that failed while running.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from grpo_cli.compose import Loaded, load
-from grpo_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError, GuardStop, RunError, exit_code_of
+from grpo_cli.compose import Loaded, bad_config_dir, load
+from grpo_cli.errors import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_USAGE,
+    ConfigError,
+    GuardStop,
+    RunError,
+    exit_code_of,
+    signal_exit_code,
+)
 from grpo_cli.files.rundir import RunDir
 from grpo_cli.options import conf_dir, read_groups
 from grpo_cli.overrides import jobs
+from grpo_cli.terminal.interrupt import SignalExit, signals_exit
 from grpo_cli.terminal.parser import one_line, show
 from grpo_cli.train import run
 
@@ -44,6 +57,8 @@ class Job:
 
 def sweep(overrides: Sequence[str], config_dir: Path | None = None) -> int:
     """Runs all jobs; raises ConfigError where the sweep itself is mistyped, before any job."""
+    if problem := bad_config_dir(config_dir):
+        raise ConfigError(problem)
     groups = read_groups([conf_dir(), *([config_dir] if config_dir else [])])
     combinations, findings = jobs(overrides, groups)
     if findings:
@@ -53,19 +68,35 @@ def sweep(overrides: Sequence[str], config_dir: Path | None = None) -> int:
     planned = [
         _plan(number, job, [job[index] for index in swept], config_dir, now) for number, job in enumerate(combinations)
     ]
-    print(f"Sweep of {len(planned)} jobs:")
+    say(f"Sweep of {len(planned)} jobs:")
     for job in planned:
         verdict = f"  ({len(job.loaded.errors)} errors: will not run)" if job.loaded.errors else ""
-        print(f"  {job.number}: {job.swept} -> {job.directory}{verdict}", flush=True)
-    try:
-        for job in planned:
-            print(f"Job {job.number} ({job.number + 1} of {len(planned)}): {job.swept}", flush=True)
-            _run(job)
-            if job.exit_code in _SIGNALS_TO_THE_SWEEP:
-                break
-    finally:
-        _summarise(planned)
+        say(f"  {job.number}: {job.swept} -> {job.directory}{verdict}")
+    with signals_exit():  # while workers run, their launcher handles signals
+        try:
+            for job in planned:
+                say(f"Job {job.number} ({job.number + 1} of {len(planned)}): {job.swept}")
+                _run(job)
+                if job.exit_code in _SIGNALS_TO_THE_SWEEP:
+                    break
+        finally:
+            _summarise(planned)
+            _leave_nothing_to_flush()
     return exit_code(planned)
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """One line for whoever still reads; a reader that went away (`| head`) or a full disk ends no sweep."""
+    with contextlib.suppress(OSError):
+        print(text, file=stream, flush=True)
+
+
+def _leave_nothing_to_flush() -> None:
+    """What could not be said goes nowhere, for the flush at exit would fail once more and change the exit code."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _plan(number: int, overrides: list[str], swept: list[str], config_dir: Path | None, now: datetime) -> Job:
@@ -83,7 +114,8 @@ def _plan(number: int, overrides: list[str], swept: list[str], config_dir: Path 
 
 
 def _run(job: Job) -> None:
-    """Runs one job, whatever comes of it; a job that never got to its launcher leaves its run.json here."""
+    """Runs one job, whatever comes of it; a job that its launcher did not see to the end gets its run.json here."""
+    before = RunDir(job.directory).attempt()
     try:
         job.exit_code = run(job.loaded)
         job.reason = RunDir(job.directory).state().get("reason")
@@ -91,43 +123,56 @@ def _run(job: Job) -> None:
     except ConfigError as error:
         show(error.findings)
         job.exit_code, job.reason = EXIT_USAGE, " ".join(finding.line() for finding in error.findings)
-        if any(finding.rule == "run_dir_is_fresh" for finding in error.findings):
-            return  # the run.json there is another run's
     except (RunError, GuardStop) as error:
         job.exit_code, job.reason = exit_code_of(error), str(error)
-        print(f"error: {one_line(job.reason)}", file=sys.stderr, flush=True)
+        say(f"error: {one_line(job.reason)}", sys.stderr)
+    except SignalExit as stop:
+        job.exit_code = signal_exit_code(stop.signum)
+        job.reason = f"Stopped by {signal.Signals(stop.signum).name} before its workers started."
     except Exception as error:  # a mistake of ours, which must not cost the other jobs
-        traceback.print_exc()
+        say(traceback.format_exc(), sys.stderr)
         job.exit_code, job.reason = EXIT_FAILED, f"{type(error).__name__}: {error}"
-    _record(job)
+    _record(job, before)
 
 
-def _record(job: Job) -> None:
-    """run.json of a job that did not start; an unwritable directory is told by the summary alone."""
+def _record(job: Job, before: tuple[str, ...]) -> None:
+    """The last word of a job in its run.json; `before` is the attempt that was there when the job came.
+
+    An earlier run there, done or to be resumed, is left alone, as `grpo train` does. An unwritable directory is told by
+    the summary alone.
+    """
     try:
         run_dir = RunDir.create(job.directory)
-        if run_dir.owner() is None:
+        if run_dir.owner() is not None:
+            return
+        begun = run_dir.attempt() != before
+        ours = ("starting", "running") if begun else (None, "refused")
+        if run_dir.state().get("status") not in ours:
+            return
+        if not begun:
             config: Any = job.loaded.config
             steps = config.trainer.steps if config else None
             run_dir.begin(seed=config.run.seed if config else 0, steps=steps)
-            run_dir.end(job.exit_code or EXIT_FAILED, job.reason)
-    except (ConfigError, OSError) as error:
-        print(f"{job.directory}/run.json was not written: {error}", file=sys.stderr)
+        run_dir.end(job.exit_code or EXIT_FAILED, job.reason)
+    except (ConfigError, RunError, OSError) as error:
+        say(f"{job.directory}/run.json was not written: {error}", sys.stderr)
 
 
 def _summarise(planned: Sequence[Job]) -> None:
     """The last lines of a sweep: how many jobs are done, and every one that is not."""
     done = sum(job.exit_code == EXIT_OK for job in planned)
-    print(f"Sweep: {done} of {len(planned)} jobs done.", flush=True)
+    say(f"Sweep: {done} of {len(planned)} jobs done.")
     for job in planned:
         if job.exit_code is None:
-            print(f"  not started: {job.number}: {job.swept}", flush=True)
+            say(f"  not started: {job.number}: {job.swept}")
         elif job.exit_code != EXIT_OK:
             reason = one_line(job.reason or "no reason was recorded")
-            print(f"  exit {job.exit_code}: {job.number}: {job.swept} ({job.directory}): {reason}", flush=True)
+            say(f"  exit {job.exit_code}: {job.number}: {job.swept} ({job.directory}): {reason}")
 
 
 def exit_code(planned: Sequence[Job]) -> int:
     """Of the whole sweep, as the head of this file says."""
     codes = [job.exit_code for job in planned if job.exit_code]
-    return next((code for code in codes if code != EXIT_USAGE), EXIT_USAGE if codes else EXIT_OK)
+    told = [code for code in codes if code in _SIGNALS_TO_THE_SWEEP]
+    failed = [code for code in codes if code != EXIT_USAGE]
+    return [*told, *failed, *codes, EXIT_OK][0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -62,6 +63,7 @@ def one_line(text: str) -> str:
 
 
 def show(findings: Iterable[Finding]) -> None:
-    """One line a finding on stderr, errors and warnings in their order."""
+    """One line a finding on stderr, errors and warnings in their order; nobody needs to read them."""
     for finding in findings:
-        print(one_line(finding.line()), file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(one_line(finding.line()), file=sys.stderr)
