@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
@@ -130,4 +137,63 @@ def test_real_probes():
 
 def test_a_probe_that_dies_says_why():
     with pytest.raises(ProbeError, match=r"exit code 1: .*unexpected keyword argument 'colour'"):
+        probe("collective", {"colour": "red"})
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_through_what_puts_things_away(monkeypatch, signum):
+    made = []
+
+    def examine(cfg):
+        with tempfile.TemporaryDirectory(prefix="grpo-doctor-") as directory:
+            made.append(Path(directory))
+            os.kill(os.getpid(), signum)
+            time.sleep(30)
+            yield
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    with pytest.raises(SystemExit) as left:
+        doctor.main(["experiment=smoke"])
+    assert left.value.code == 128 + signum
+    assert not made[0].exists()
+
+
+HANGING_PROBE = """
+import subprocess, sys
+from grpo_cli import doctor_run
+
+CHILD = "import os, sys, time; from grpo_cli import doctor_run; "
+CHILD += "doctor_run.PROBES['sync'] = lambda: os.rename(sys.argv.pop(), 'pid') or time.sleep(60); "
+CHILD += "open('.pid', 'w').write(str(os.getpid())); doctor_run.main(sys.argv[1:-1])"
+real = subprocess.Popen
+subprocess.Popen = lambda command, **options: real([sys.executable, "-c", CHILD, *command[4:], ".pid"], **options)
+doctor_run.probe("sync", {})
+"""
+
+
+def test_a_probe_does_not_outlive_a_killed_doctor(tmp_path):
+    source = str(Path(doctor.__file__).parents[1])
+    parent = subprocess.Popen([sys.executable, "-c", HANGING_PROBE], cwd=tmp_path, env={"PYTHONPATH": source})
+    try:
+        _wait_for((tmp_path / "pid").exists)
+        probed = Path("/proc") / (tmp_path / "pid").read_text()
+        assert probed.exists()
+    finally:
+        parent.kill()
+        parent.wait()
+    _wait_for(lambda: not probed.exists() or ") Z " in (probed / "stat").read_text())
+
+
+def _wait_for(happened) -> None:
+    until = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_users_files_named_like_standard_modules_are_not_imported(monkeypatch, tmp_path):
+    (tmp_path / "selectors.py").write_text("raise SystemExit('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))  # as `python -m grpo_cli.cli` has it
+    with pytest.raises(ProbeError, match="colour"):
         probe("collective", {"colour": "red"})

@@ -19,6 +19,7 @@ from grpo_cli.compose import load
 from grpo_cli.doctor_run import ProbeError, probe
 from grpo_cli.errors import EXIT_FAILED, EXIT_OK
 from grpo_cli.schema import Config, VllmRollout, VllmServerRollout
+from grpo_cli.terminal.interrupt import signals_exit
 from grpo_cli.terminal.parser import Parser, one_line, show
 from grpo_cli.terminal.usage import composition
 
@@ -66,10 +67,11 @@ def main(arguments: Sequence[str]) -> int:
     show(loaded.warnings)
     cfg = loaded.require()
     lines = []
-    for line in examine(cfg):
-        lines.append(line)
-        if not asked.json:
-            print(line, flush=True)
+    with signals_exit():  # probes and their folders go first
+        for line in examine(cfg):
+            lines.append(line)
+            if not asked.json:
+                print(line, flush=True)
     broken = [line.name for line in lines if line.fatal]
     if asked.json:
         print(json.dumps({"ok": not broken, "lines": [asdict(line) for line in lines]}, indent=2))

@@ -1,6 +1,6 @@
 """Probes of `grpo doctor`, each in processes of its own: a crash, a hang or a broken import is a line, not the end.
 
-python -m grpo_cli.doctor_run PROBE ARGUMENTS_JSON      # prints the result as JSON on its last line
+python -m grpo_cli.doctor_run OWNER_PID PROBE ARGUMENTS_JSON      # prints the result as JSON on its last line
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from grpo_cli.process.signals import die_with_parent
 
 TIMEOUT_S = 600.0
 _MARK = "grpo-doctor:"
@@ -32,10 +35,10 @@ def probe(name: str, arguments: dict[str, Any], processes: int = 1, timeout_s: f
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "grpo_cli.doctor_run", name, json.dumps(arguments)],
+            [sys.executable, "-P", "-m", "grpo_cli.doctor_run", str(os.getpid()), name, json.dumps(arguments)],
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                "PYTHONPATH": os.pathsep.join(import_path()),
                 "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
                 **({**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}),
             },
@@ -63,6 +66,15 @@ def probe(name: str, arguments: dict[str, Any], processes: int = 1, timeout_s: f
             raise ProbeError(f"exit code {process.returncode}: {_last_words(output)}")
     results = [line for line in outputs[0].splitlines() if line.startswith(_MARK)]
     return json.loads(results[-1].removeprefix(_MARK))
+
+
+def import_path() -> list[str]:
+    """Where a probe looks for modules: where this process does, but never in the working directory.
+
+    A file there may be called `numbers.py` or `profile.py`. Only a checkout's own src/ is needed even where one stands.
+    """
+    own = Path(__file__).resolve().parents[1]
+    return [path for path in sys.path if path and (Path(path).resolve() != Path.cwd() or own == Path.cwd())]
 
 
 def _last_words(output: str) -> str:
@@ -140,8 +152,9 @@ PROBES: dict[str, Callable[..., dict[str, Any]]] = {"collective": collective, "o
 
 
 def main(arguments: list[str]) -> None:
-    """Run one probe and leave at once: some libraries do not come down in one piece."""
-    name, given = arguments
+    """Run one probe and leave at once: some libraries do not come down in one piece. It never outlives the doctor."""
+    owner, name, given = arguments
+    die_with_parent(int(owner))
     result = PROBES[name](**json.loads(given))
     print(f"\n{_MARK}{json.dumps(result)}", flush=True)
     os._exit(0)
