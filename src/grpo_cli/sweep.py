@@ -9,8 +9,6 @@ that of the first job that failed while running.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import sys
 import traceback
@@ -18,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from grpo_cli.compose import Loaded, bad_config_dir, load
 from grpo_cli.errors import (
@@ -35,6 +33,7 @@ from grpo_cli.files.rundir import RunDir
 from grpo_cli.options import conf_dir, read_groups
 from grpo_cli.overrides import jobs
 from grpo_cli.terminal.interrupt import SignalExit, signals_exit
+from grpo_cli.terminal.output import say
 from grpo_cli.terminal.parser import one_line, show
 from grpo_cli.train import run
 
@@ -68,35 +67,20 @@ def sweep(overrides: Sequence[str], config_dir: Path | None = None) -> int:
     planned = [
         _plan(number, job, [job[index] for index in swept], config_dir, now) for number, job in enumerate(combinations)
     ]
-    say(f"Sweep of {len(planned)} jobs:")
+    say(f"Sweep of {len(planned)} jobs:", sys.stdout)
     for job in planned:
         verdict = f"  ({len(job.loaded.errors)} errors: will not run)" if job.loaded.errors else ""
-        say(f"  {job.number}: {job.swept} -> {job.directory}{verdict}")
+        say(f"  {job.number}: {job.swept} -> {job.directory}{verdict}", sys.stdout)
     with signals_exit():  # while workers run, their launcher handles signals
         try:
             for job in planned:
-                say(f"Job {job.number} ({job.number + 1} of {len(planned)}): {job.swept}")
+                say(f"Job {job.number} ({job.number + 1} of {len(planned)}): {job.swept}", sys.stdout)
                 _run(job)
                 if job.exit_code in _SIGNALS_TO_THE_SWEEP:
                     break
         finally:
             _summarise(planned)
-            _leave_nothing_to_flush()
     return exit_code(planned)
-
-
-def say(text: str, stream: TextIO | None = None) -> None:
-    """One line for whoever still reads; a reader that went away (`| head`) or a full disk ends no sweep."""
-    with contextlib.suppress(OSError):
-        print(text, file=stream, flush=True)
-
-
-def _leave_nothing_to_flush() -> None:
-    """What could not be said goes nowhere, for the flush at exit would fail once more and change the exit code."""
-    try:
-        print(end="", flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _plan(number: int, overrides: list[str], swept: list[str], config_dir: Path | None, now: datetime) -> Job:
@@ -125,12 +109,12 @@ def _run(job: Job) -> None:
         job.exit_code, job.reason = EXIT_USAGE, " ".join(finding.line() for finding in error.findings)
     except (RunError, GuardStop) as error:
         job.exit_code, job.reason = exit_code_of(error), str(error)
-        say(f"error: {one_line(job.reason)}", sys.stderr)
+        say(f"error: {one_line(job.reason)}")
     except SignalExit as stop:
         job.exit_code = signal_exit_code(stop.signum)
         job.reason = f"Stopped by {signal.Signals(stop.signum).name} before its workers started."
     except Exception as error:  # a mistake of ours, which must not cost the other jobs
-        say(traceback.format_exc(), sys.stderr)
+        say(traceback.format_exc())
         job.exit_code, job.reason = EXIT_FAILED, f"{type(error).__name__}: {error}"
     _record(job, before)
 
@@ -155,19 +139,19 @@ def _record(job: Job, before: tuple[str, ...]) -> None:
             run_dir.begin(seed=config.run.seed if config else 0, steps=steps)
         run_dir.end(job.exit_code or EXIT_FAILED, job.reason)
     except (ConfigError, RunError, OSError) as error:
-        say(f"{job.directory}/run.json was not written: {error}", sys.stderr)
+        say(f"{job.directory}/run.json was not written: {error}")
 
 
 def _summarise(planned: Sequence[Job]) -> None:
     """The last lines of a sweep: how many jobs are done, and every one that is not."""
     done = sum(job.exit_code == EXIT_OK for job in planned)
-    say(f"Sweep: {done} of {len(planned)} jobs done.")
+    say(f"Sweep: {done} of {len(planned)} jobs done.", sys.stdout)
     for job in planned:
         if job.exit_code is None:
-            say(f"  not started: {job.number}: {job.swept}")
+            say(f"  not started: {job.number}: {job.swept}", sys.stdout)
         elif job.exit_code != EXIT_OK:
             reason = one_line(job.reason or "no reason was recorded")
-            say(f"  exit {job.exit_code}: {job.number}: {job.swept} ({job.directory}): {reason}")
+            say(f"  exit {job.exit_code}: {job.number}: {job.swept} ({job.directory}): {reason}", sys.stdout)
 
 
 def exit_code(planned: Sequence[Job]) -> int:

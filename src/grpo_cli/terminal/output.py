@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import sys
+from typing import TextIO
 
 LOST = (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EBADF)
 """A reader that has gone, a terminal that was closed, a full disk, a closed descriptor."""
@@ -23,18 +24,18 @@ def open_missing() -> None:
             setattr(sys, name, os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace"))
 
 
-def say(text: str) -> None:
-    """A line on standard error; that nobody can read it is no reason to fail."""
+def say(text: str, stream: TextIO | None = None) -> None:
+    """A line on `stream`, standard error unless given; that nobody can read it is no reason to fail."""
+    stream = stream or sys.stderr
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(text, file=stream, flush=True)
     except (OSError, ValueError):
-        silence(2)
+        with contextlib.suppress(OSError, ValueError):
+            silence(stream.fileno())
 
 
-def silence(*descriptors: int) -> None:
-    """What is still in their buffers, and whatever comes, goes nowhere: it would fail again at exit."""
-    with contextlib.suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for descriptor in descriptors:
-            os.dup2(nowhere, descriptor)
-        os.close(nowhere)
+def silence(descriptor: int) -> None:
+    """What is still in its buffer, and whatever comes, goes nowhere: it would fail again at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from grpo_cli.errors import EXIT_USAGE, Finding
 from grpo_cli.options import nearest
+from grpo_cli.terminal.output import say
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,5 +64,4 @@ def one_line(text: str) -> str:
 def show(findings: Iterable[Finding]) -> None:
     """One line a finding on stderr, errors and warnings in their order; nobody needs to read them."""
     for finding in findings:
-        with contextlib.suppress(OSError):
-            print(one_line(finding.line()), file=sys.stderr)
+        say(one_line(finding.line()))
