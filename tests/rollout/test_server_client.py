@@ -63,6 +63,27 @@ def test_a_paused_server_is_reached_although_more_completions_wait_than_there_ar
     assert len(completions.result(60.0)) == 60
 
 
+def test_an_answer_at_the_very_moment_of_looking_away_is_taken(serve, monkeypatch):
+    """`wait` looks up twice a second; what is done between its time-out and its question is no time-out."""
+
+    class JustNow:
+        def result(self, timeout=None):
+            if timeout is not None:
+                raise TimeoutError
+            return "the answer"
+
+        def done(self):
+            return True
+
+    async def answer(path, body):
+        return {}
+
+    _, client = serve(answer)
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "submit", lambda work: JustNow())
+        assert client.wait(None) == "the answer"
+
+
 @pytest.fixture
 def limits():
     """The limits of open files, put back afterwards; gives how many are open."""

@@ -240,7 +240,7 @@ def pump(source: socket.socket, sink: socket.socket) -> None:
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_server_that_dies_or_stands_still_ends_generation_in_time(how, started, tmp_path, monkeypatch):
     policy, rollout = start(tmp_path, "rollout.max_new_tokens=4000", "rollout.num_generations=2")
-    endless = lambda *request: {**sampling_params(*request), "ignore_eos": True}  # noqa: E731
+    endless = lambda *request: {**sampling_params(*request), "ignore_eos": True, "stop_token_ids": []}  # noqa: E731
     monkeypatch.setattr(vllm_server, "sampling_params", endless)
     processes = processes_of(rollout)
     caught: list[tuple[float, Exception]] = []
@@ -262,6 +262,7 @@ def test_a_server_that_dies_or_stands_still_ends_generation_in_time(how, started
             process.suspend()
     at = time.monotonic()
     thread.join(2 * ENDS_WITHIN_S)
+    assert caught, "it waits still" if thread.is_alive() else "it came to its end"
     ((ended, error),) = caught
     assert ended - at < ENDS_WITHIN_S
     assert isinstance(error, RunError)

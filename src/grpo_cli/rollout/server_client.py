@@ -74,8 +74,8 @@ class Client:
             try:
                 return future.result(timeout=0.5)
             except WaitTimeout:
-                if future.done():
-                    raise
+                if future.done():  # at this very moment, or with a time-out of its own
+                    return future.result()
                 if answered != self._answered:
                     answered = self._answered
                     stop.rank_file.alive()
