@@ -24,7 +24,7 @@ from grpo_cli.files.rundir import RunDir
 from grpo_cli.process import network
 from grpo_cli.process.agent import FAILURES, LAST_WORDS, PARENT_PID
 from grpo_cli.process.rankfile import ENV, Exit, RankFiles, is_running
-from grpo_cli.process.signals import HANDLED, SAME_REQUEST_S
+from grpo_cli.process.signals import SAME_REQUEST_S, to_handle
 from grpo_cli.process.watchdog import Watchdog
 from grpo_cli.terminal.output import say
 
@@ -307,10 +307,9 @@ def _signals() -> Iterator[list[tuple[int, float]]]:
     """Collect (signal, monotonic time) instead of dying of them; what was there before comes back afterwards."""
     got: list[tuple[int, float]] = []
     before: dict[int, Any] = {}
-    for signum in HANDLED:
-        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
-            with contextlib.suppress(ValueError):  # not the main thread: the caller deals with signals
-                before[signum] = signal.signal(signum, lambda n, _: got.append((n, time.monotonic())))
+    for signum in to_handle():
+        with contextlib.suppress(ValueError):  # not the main thread: the caller deals with signals
+            before[signum] = signal.signal(signum, lambda n, _: got.append((n, time.monotonic())))
     try:
         yield got
     finally:

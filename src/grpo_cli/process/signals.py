@@ -20,6 +20,11 @@ SAME_REQUEST_S = 1.0
 request."""
 
 
+def to_handle() -> list[signal.Signals]:
+    """Those of `HANDLED` that this process may take over: nohup stays nohup."""
+    return [s for s in HANDLED if s != signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN]
+
+
 class Interrupted(Exception):
     """Raised by `Stop.check` in the middle of a stage; the loop catches it, agrees over the ranks, saves and stops."""
 
@@ -59,9 +64,8 @@ class Stop:
         """Handle signals in this process (main thread), and write the stacks of all threads on SIGUSR1."""
         self.rank_file = rank_file
         self._pid = os.getpid()
-        for signum in HANDLED:
-            if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup stays nohup
-                signal.signal(signum, self._handle)
+        for signum in to_handle():
+            signal.signal(signum, self._handle)
         trace = rank_file.trace_file()
         if trace:
             # Open for as long as the process lives; for appending, since the parent empties it before it asks again.

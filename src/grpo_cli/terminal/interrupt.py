@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from grpo_cli.errors import signal_exit_code
-from grpo_cli.process.signals import HANDLED, SAME_REQUEST_S
+from grpo_cli.process.signals import SAME_REQUEST_S, to_handle
 
 
 class SignalExit(SystemExit):
@@ -35,10 +35,7 @@ def signals_exit() -> Iterator[None]:
         if last - before > SAME_REQUEST_S:
             raise SignalExit(signum)
 
-    handlers = {signum: signal.getsignal(signum) for signum in HANDLED}
-    for signum in HANDLED:
-        if signum != signal.SIGHUP or handlers[signum] is not signal.SIG_IGN:  # nohup stays nohup
-            signal.signal(signum, leave)
+    handlers = {signum: signal.signal(signum, leave) for signum in to_handle()}
     try:
         yield
     finally:
